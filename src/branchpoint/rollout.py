@@ -1,8 +1,8 @@
 """Growing a rollout tree: the only place where a policy acts on a world.
 
-The policy seam is here because this is where it is used. A policy hands out *sessions*: growing token contexts that can
-be forked at any earlier token (a key/value cache is shared, not recomputed). Tokens go in, tokens come out; text is made
-from tokens once, to be played, and is never encoded again.
+The policy seam is here because this is where it is used. A policy hands out *sessions*: growing token contexts that
+can be forked at any earlier token (a key/value cache is shared, not recomputed). Tokens go in, tokens come out; text is
+made from tokens once, to be played, and is never encoded again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class Session(Protocol):
     length: int
 
     async def act(
-        self, observation: Ints, actions: tuple[str, ...], noise: Noise, max_tokens: int, prefix: Ints | None = None
+        self, observation: Ints, step: Step, noise: Noise, max_tokens: int, prefix: Ints | None = None
     ) -> Action:
         """Append ``observation``, then sample an action and append it.
 
-        ``actions``: the admissible actions of this state (a restricted policy chooses among them; empty: free).
+        ``step`` is what ``observation`` shows: a restricted policy samples only its ``actions``, or what its
+        ``grammar`` matches.
         ``noise.private()`` drives the sampling, so equal keys give equal tokens whatever else is in the batch.
         ``prefix``: the action tokens already in the context, when the session was forked in the middle of an action;
         they count for the restriction, the text and ``max_tokens``.

@@ -46,7 +46,8 @@ class Step:
     """What the world answers: to ``reset`` (the first observation, reward 0) and to every action.
 
     ``reward`` is what the learner sees. ``actions`` lists the admissible actions of the state just reached, or is empty
-    when any text may be tried. ``done``: the episode ended by its own rules. ``truncated``: it was cut (budget, time).
+    when any text may be tried; ``grammar`` is a regular expression that every well-formed action matches in full, for
+    environments whose actions cannot be listed. ``done``: the episode ended by its own rules. ``truncated``: it was cut (budget, time).
     ``info`` holds JSON values for people and metrics, e.g. ``success`` (the true outcome, before grader noise).
     """
 
@@ -55,6 +56,7 @@ class Step:
     done: bool = False
     truncated: bool = False
     actions: tuple[str, ...] = ()
+    grammar: str = ""
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
