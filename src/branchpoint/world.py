@@ -47,7 +47,8 @@ class Step:
 
     ``reward`` is what the learner sees. ``actions`` lists the admissible actions of the state just reached, or is empty
     when any text may be tried; ``grammar`` is a regular expression that every well-formed action matches in full, for
-    environments whose actions cannot be listed. ``done``: the episode ended by its own rules. ``truncated``: it was cut (budget, time).
+    environments whose actions cannot be listed.
+    ``done``: the episode ended by its own rules. ``truncated``: it was cut (budget, time).
     ``info`` holds JSON values for people and metrics, e.g. ``success`` (the true outcome, before grader noise).
     """
 
