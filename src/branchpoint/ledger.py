@@ -1,0 +1,60 @@
+"""What a run has spent. One ledger in every run and comparison, so that "matched compute" names a column."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counters since the start of the run. Counts are exact and repeatable; ``*_seconds`` are clocks and are not.
+
+    ``generated_tokens``: sampled by the policy, those of failed branches included. ``prompt_tokens``: observations shown.
+    ``trained_packed`` / ``trained_flat``: tokens that went through the learner, shared ones once / once per leaf.
+    """
+
+    returns: int = 0
+    env_steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    trained_packed: int = 0
+    trained_flat: int = 0
+    snapshots: int = 0
+    restores: int = 0
+    discarded_branches: int = 0
+    retried_branches: int = 0
+    updates: int = 0
+    snapshot_bytes: int = 0
+    snapshot_seconds: float = 0.0
+    restore_seconds: float = 0.0
+    environment_seconds: float = 0.0
+    generation_seconds: float = 0.0
+    learning_seconds: float = 0.0
+    wall_seconds: float = 0.0
+
+    @contextmanager
+    def clock(self, column: str) -> Iterator[None]:
+        """Add the seconds of the block to a ``*_seconds`` column. Concurrent blocks add up to more than wall time."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, column, getattr(self, column) + time.perf_counter() - start)
+
+    def as_dict(self) -> dict[str, int | float]:
+        return asdict(self)
+
+    def counts(self) -> dict[str, int]:
+        """The repeatable columns."""
+        return {k: v for k, v in asdict(self).items() if not k.endswith("_seconds") and k != "snapshot_bytes"}
+
+    def restore(self, values: dict[str, int | float]) -> None:
+        """Continue from a saved ledger. Raises ValueError for an unknown column."""
+        known = {f.name for f in fields(self)}
+        for name, value in values.items():
+            if name not in known:
+                raise ValueError(f"ledger has no column {name!r}; columns: {', '.join(sorted(known))}")
+            setattr(self, name, value)
