@@ -1,0 +1,160 @@
+"""The eyes of a scheduler on one growing branch: positions, and the two ways to choose among them.
+
+See :mod:`branchpoint.scheduler` for the terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from branchpoint.tree import Floats
+
+EntropyOf = Literal["first_token", "action_mean", "max_token"]
+Unit = Literal["turn", "token"]
+
+
+class Point(NamedTuple):
+    """A fork to make: where, into how many children (the branch itself included), and with what propensity."""
+
+    turn: int
+    token: int
+    width: int
+    propensity: float | None
+
+
+class Watch(Protocol):
+    """The eyes of a scheduler on one branch. One owner; calls in the order of the episode."""
+
+    def see(self, turn: int, entropies: Floats) -> tuple[Point, ...]:
+        """Take in the branch's own sampled tokens of a turn (entropies [a], nats). The forks to make now, in order."""
+        ...
+
+    def keeps(self) -> frozenset[int]:
+        """The turns whose snapshots may still be forked from; all others may be discarded. At most ``max_forks``."""
+        ...
+
+    def finish(self) -> tuple[Point, ...]:
+        """The forks chosen by looking at the whole branch, in order. Empty for a predictable scheduler."""
+        ...
+
+
+class Candidate(NamedTuple):
+    """A position where a branch could fork, its distance from the root in sampled tokens, and its entropy."""
+
+    turn: int
+    token: int
+    tokens: int
+    entropy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a watched branch starts. ``open``: whether its very first token is a candidate."""
+
+    turn: int
+    token: int
+    tokens: int
+    open: bool
+
+
+class Positions:
+    """Turns entropies into candidates, in path coordinates."""
+
+    def __init__(self, start: Start, boundary: Unit, entropy: EntropyOf) -> None:
+        self.start = start
+        self.boundary: Unit = boundary
+        self.entropy: EntropyOf = entropy
+        self.seen = start.tokens
+
+    def of(self, turn: int, entropies: Floats) -> list[Candidate]:
+        first = self.start.token if turn == self.start.turn else 0
+        before, self.seen = self.seen, self.seen + len(entropies)
+        if self.boundary == "token":
+            found = [Candidate(turn, first + i, before + i, float(h)) for i, h in enumerate(entropies)]
+        else:
+            found = [Candidate(turn, 0, before, turn_entropy(entropies, self.entropy))] if len(entropies) else []
+        origin = (self.start.turn, self.start.token)
+        return [c for c in found if (c.turn, c.token) > origin or (self.start.open and (c.turn, c.token) == origin)]
+
+
+def turn_entropy(entropies: Floats, of: EntropyOf) -> float:
+    if of == "first_token":
+        return float(entropies[0])
+    return float(np.mean(entropies)) if of == "action_mean" else float(np.max(entropies))
+
+
+class Never:
+    """Forks nowhere."""
+
+    def see(self, turn: int, entropies: Floats) -> tuple[Point, ...]:
+        return ()
+
+    def keeps(self) -> frozenset[int]:
+        return frozenset()
+
+    def finish(self) -> tuple[Point, ...]:
+        return ()
+
+
+class Now(Never):
+    """Decides at each candidate, in order: ``rule`` gives the point to fork at, or None."""
+
+    def __init__(
+        self, positions: Positions, rule: Callable[[Candidate], Point | None], most: int, spacing: int, nested: bool
+    ) -> None:
+        self.positions, self.rule, self.left, self.spacing = positions, rule, most, spacing
+        self.last = positions.start.tokens if nested else -spacing
+
+    def see(self, turn: int, entropies: Floats) -> tuple[Point, ...]:
+        made: list[Point] = []
+        for c in self.positions.of(turn, entropies):
+            if self.left and c.tokens - self.last >= self.spacing and (point := self.rule(c)) is not None:
+                made.append(point)
+                self.left, self.last = self.left - 1, c.tokens
+        return tuple(made)
+
+
+class Later(Never):
+    """Keeps the best candidates so far, at most ``most`` of them, by ``score``; ties go to the earlier one.
+
+    A newcomer within the spacing of kept ones replaces them if it beats all of them, and is dropped otherwise; then the
+    worst of too many goes. Without spacing these are exactly the best of the whole branch. With it, a position that
+    was dropped for a neighbour stays dropped when that neighbour goes: its snapshot is no longer there.
+    """
+
+    def __init__(
+        self,
+        positions: Positions,
+        score: Callable[[Candidate], float],
+        most: int,
+        spacing: int,
+        nested: bool,
+        width: int,
+    ) -> None:
+        self.positions, self.score, self.most, self.spacing, self.width = positions, score, most, spacing, width
+        self.least = positions.start.tokens + spacing if nested else 0
+        self.kept: list[tuple[float, Candidate]] = []
+
+    def see(self, turn: int, entropies: Floats) -> tuple[Point, ...]:
+        for c in self.positions.of(turn, entropies):
+            if c.tokens >= self.least:
+                self._offer(self.score(c), c)
+        return ()
+
+    def _offer(self, score: float, c: Candidate) -> None:
+        near = [k for k in self.kept if c.tokens - k[1].tokens < self.spacing]
+        if any(s >= score for s, _ in near):
+            return
+        self.kept = [k for k in self.kept if k not in near] + [(score, c)]
+        if len(self.kept) > self.most:
+            self.kept.remove(min(self.kept, key=lambda k: (k[0], -k[1].tokens)))
+
+    def keeps(self) -> frozenset[int]:
+        return frozenset(c.turn for _, c in self.kept)
+
+    def finish(self) -> tuple[Point, ...]:
+        return tuple(Point(c.turn, c.token, self.width, None) for _, c in sorted(self.kept, key=lambda k: k[1][:2]))
