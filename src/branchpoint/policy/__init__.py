@@ -1,0 +1,1 @@
+"""Policies: chat formats, models, engines."""
