@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from branchpoint.ledger import Ledger
 from branchpoint.noise import Arm, Noise
-from branchpoint.scheduler import Point, Scheduler
+from branchpoint.scheduler import Point, Scheduler, Watch
 from branchpoint.tree import Allowed, Branch, Floats, Fork, Ints, RolloutTree, Stop, Turn
 from branchpoint.world import (
     BranchFailure,
@@ -114,6 +114,7 @@ class _Growing:
     parent: _Growing | None = None
     point: Point | None = None
     shared: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    sampled: int = 0  # tokens sampled on the path so far, the parent's included
     turns: list[Turn] = field(default_factory=list)
     stop: Stop = "failed"
     failure: Failure | None = None
@@ -125,8 +126,16 @@ class _Growing:
         return len(self.turns) + (0 if self.point is None else self.point.turn)
 
     @property
+    def order(self) -> int:
+        """A parent comes before its children."""
+        return 0 if self.parent is None else self.parent.order + 1
+
+    @property
     def depth(self) -> int:
-        return 0 if self.parent is None else self.parent.depth + 1
+        """The number of forks on the path. All roots have depth 0, though all but one are recorded as its forks."""
+        if self.parent is None or self.point is None:
+            return 0
+        return self.parent.depth + ((self.point.turn, self.point.token) != (0, 0))
 
     def record(self, ids: dict[int, int]) -> Branch:
         fork = None
@@ -137,13 +146,14 @@ class _Growing:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """What a turn needs to be forked later: its world before the action, what was shown, where its action starts.
-
-    Freed by its last user: the branch itself while the turn is a candidate, then every sibling."""
+    """What a turn needs to be forked: its world before the action, what was shown, and where its action starts (in the
+    context, and in sampled tokens of the path). Freed by its last user: the branch itself while the turn is a
+    candidate, then every sibling."""
 
     snapshot: Snapshot | None
     step: Step
     start: int
+    sampled: int
     action: Ints  # whole, shared prefix included
     users: int = 1
 
@@ -158,7 +168,8 @@ class Grower:
         self, policy: Policy, sandbox: Sandbox, scheduler: Scheduler, limits: Limits, arm: Arm, ledger: Ledger
     ) -> None:
         self.policy, self.sandbox, self.scheduler = policy, sandbox, scheduler
-        self.limits, self.arm, self.ledger = limits, arm, ledger
+        self.limits, self.ledger = limits, ledger
+        self.arm: Arm = arm
         self.live = asyncio.Semaphore(limits.live)
 
     async def grow(self, make: Make, task: Task, noise: Noise, key: str = "") -> RolloutTree:
@@ -183,7 +194,7 @@ class _Tree:
         self.branches.append(root)
         async with asyncio.TaskGroup() as self.tasks:
             self.tasks.create_task(self._branch(root, self.policy.open(), self._reset))
-        ordered = sorted(self.branches, key=lambda b: (b.depth, b.key))
+        ordered = sorted(self.branches, key=lambda b: (b.order, b.key))
         ids = {id(b): i for i, b in enumerate(ordered)}
         return RolloutTree(self.task, tuple(b.record(ids) for b in ordered), key)
 
@@ -223,6 +234,7 @@ class _Tree:
     async def _branch(self, b: _Growing, context: Session, start: Start) -> None:
         """Run a branch to its end. After an infrastructure failure it runs again with the same keys (so that a retry
         selects nothing), unless siblings already live on its tokens. Owns ``context``, its tokens so far."""
+        sampled = b.sampled
         try:
             for left in reversed(range(1 + self.limits.retries)):
                 async with self.grower.live:
@@ -235,7 +247,7 @@ class _Tree:
                             self.ledger.discarded_branches += 1
                             return
                 self.ledger.retried_branches += 1
-                b.turns, b.failure = [], None
+                b.turns, b.failure, b.sampled = [], None, sampled
         finally:
             context.close()
 
@@ -251,18 +263,20 @@ class _Tree:
 
     async def _episode(self, b: _Growing, env: Env, session: Session, step: Step) -> None:
         """Act until the episode ends. Predictable forks leave as soon as they are decided, the others at the end."""
-        watch = self.grower.scheduler.watch(self.noise.child("scheduler", *b.key), b.depth, b.point)
+        watch = self._watch(b)
         candidates: dict[int, _Held] = {}
         try:
             while True:
                 turn, shared = b.turn, b.shared if not b.turns else np.zeros(0, np.int32)
                 action, observation = await self._act(b, session, step, shared)
-                points = self._points(b, turn, watch.see(turn, action.entropies, len(shared)))
+                points = self._points(b, turn, watch.see(turn, action.entropies))
                 if points or turn in watch.keeps():
                     whole = np.concatenate([shared, action.tokens]).astype(np.int32)
-                    held = _Held(await self._freeze(env, points), step, session.length - len(whole), whole)
+                    frozen = await self._freeze(env, points)
+                    held = _Held(frozen, step, session.length - len(whole), b.sampled - len(shared), whole)
                     candidates[turn] = held
-                    self._fork(b, turn, held, session, points)
+                    self._fork(b, held, session, points)
+                b.sampled += len(action.tokens)
                 shown = step
                 try:
                     step = await self._ask("environment_seconds", "step", env.step, action.text)
@@ -277,15 +291,23 @@ class _Tree:
                 if stop is not None:
                     b.stop = stop
                     for p in watch.finish():
-                        self._fork(b, p.turn, candidates[p.turn], session, [p])
+                        self._fork(b, candidates[p.turn], session, [p])
                     return
         finally:
             for held in candidates.values():
                 await self._release(held)
 
+    def _watch(self, b: _Growing) -> Watch:
+        """The scheduler's eyes on this branch."""
+        noise = self.noise.child("scheduler", *b.key)
+        if b.point is None:
+            return self.grower.scheduler.watch(noise)
+        at, depth = (b.point.turn, b.point.token), b.depth
+        return self.grower.scheduler.watch(noise, depth, b.sampled, at[0], start_token=at[1])
+
     def _points(self, b: _Growing, turn: int, chosen: Iterable[Point]) -> list[Point]:
         """The forks to make at this turn; the root group is a fork like any other."""
-        points = [p for p in chosen if (p.turn, p.token) != (0, 0)]
+        points = list(chosen)
         if turn == 0 and b.parent is None and self.grower.scheduler.roots > 1:
             points.insert(0, Point(0, 0, self.grower.scheduler.roots, 1.0))
         return points
@@ -320,12 +342,13 @@ class _Tree:
         self.ledger.snapshots += 1
         return await self._ask("snapshot_seconds", "snapshot", env.snapshot)
 
-    def _fork(self, b: _Growing, turn: int, held: _Held, session: Session, points: Iterable[Point]) -> None:
+    def _fork(self, b: _Growing, held: _Held, session: Session, points: Iterable[Point]) -> None:
         """Start the fresh siblings of each point; they own a share of ``held`` and a context of their own."""
         for p in points:
             for i in range(p.width - 1):
                 key = (*b.key, p.turn, p.token, i)
-                child = _Growing(key, self.noise.branch(self.grower.arm, *key), b, p, held.action[: p.token])
+                noise = self.noise.branch(self.grower.arm, *key)
+                child = _Growing(key, noise, b, p, held.action[: p.token], held.sampled + p.token)
                 self.branches.append(child)
                 b.children += 1
                 held.users += 1

