@@ -1,0 +1,119 @@
+"""What a process fork cannot copy: found before the fork and refused, or made private in the child.
+
+Threads and child processes are not copied, sockets and pipes would be shared, and so would writable files, shared
+memory and the offsets of open files. Offsets and unnamed temporary files are made private; the rest is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import tempfile
+import threading
+from collections.abc import Collection
+
+from branchpoint.world import SnapshotUnsupported
+
+_SHARED = re.compile(rb"^\S+ .w.s .*$", re.MULTILINE)
+_HARMLESS_DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9)}  # null, zero, full, random, urandom
+
+
+def check(own_fds: Collection[int], own_children: Collection[int]) -> None:
+    """Raises SnapshotUnsupported, naming what stands in the way and the cure, when this process cannot be forked."""
+    _check_threads()
+    _check_children(own_children)
+    for fd in _open_fds(own_fds):
+        _check_fd(fd)
+    _check_maps()
+
+
+def _check_threads() -> None:
+    running = len(os.listdir("/proc/self/task"))
+    if running > 1:
+        names = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+        known = f" ({', '.join(names)})" if names else " (started by a native library)"
+        raise SnapshotUnsupported(
+            f"the environment runs {running - 1} extra thread(s){known}; a fork copies only the main thread. "
+            "Join the threads before the step returns"
+        )
+
+
+def _check_children(own: Collection[int]) -> None:
+    with open(f"/proc/self/task/{os.getpid()}/children") as f:
+        foreign = [pid for pid in map(int, f.read().split()) if pid not in own]
+    if foreign:
+        raise SnapshotUnsupported(
+            f"the environment has running child processes {foreign}; a fork cannot copy them. "
+            "Wait for them before the step returns, or use a sandbox that keeps processes"
+        )
+
+
+def _open_fds(own: Collection[int]) -> list[int]:
+    """The descriptors that the environment holds (0, 1, 2 and the worker's own left out)."""
+    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2 and fd not in own and _is_open(fd)]
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_GETFD)
+    except OSError:
+        return False  # the descriptor that listed the directory
+    return True
+
+
+def _check_fd(fd: int) -> None:
+    status, flags = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL)
+    kind = status.st_mode
+    if stat.S_ISCHR(kind) and (os.major(status.st_rdev), os.minor(status.st_rdev)) in _HARMLESS_DEVICES:
+        return
+    if stat.S_ISDIR(kind) or (stat.S_ISREG(kind) and (flags & os.O_ACCMODE == os.O_RDONLY or status.st_nlink == 0)):
+        return
+    name = os.readlink(f"/proc/self/fd/{fd}")
+    if stat.S_ISREG(kind):
+        what, cure = "is open for writing; siblings would write into the same file", "Close it before the step returns"
+    else:
+        what, cure = "cannot be copied by a fork; siblings would share it", "Close it, or re-open it in each step"
+    raise SnapshotUnsupported(f"descriptor {fd} ({name}) {what}. {cure}, or use the replay sandbox")
+
+
+def _check_maps() -> None:
+    with open("/proc/self/maps", "rb") as f:
+        shared = _SHARED.search(f.read())
+    if shared is not None:
+        raise SnapshotUnsupported(
+            f"a writable shared memory map ({shared.group().decode(errors='replace').split(maxsplit=5)[-1]}) "
+            "would leak writes between siblings. Use private memory, or the replay sandbox"
+        )
+
+
+def detach(own_fds: Collection[int]) -> None:
+    """In the child: gives every inherited file its own offset, and every unnamed writable file its own content."""
+    for fd in _open_fds(own_fds):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            continue
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        offset = os.lseek(fd, 0, os.SEEK_CUR)
+        if stat.S_ISREG(status.st_mode) and flags & os.O_ACCMODE != os.O_RDONLY:
+            new = _copy(fd, status.st_size)
+            fcntl.fcntl(new, fcntl.F_SETFL, flags & (os.O_APPEND | os.O_NONBLOCK))
+        else:
+            # Other flags (O_NOFOLLOW) would make the re-opening of the /proc link fail.
+            new = os.open(f"/proc/self/fd/{fd}", flags & (os.O_ACCMODE | os.O_NONBLOCK) | os.O_CLOEXEC)
+        os.lseek(new, offset, os.SEEK_SET)
+        os.dup2(new, fd, inheritable=os.get_inheritable(fd))
+        os.close(new)
+
+
+def _copy(fd: int, size: int) -> int:
+    """A descriptor of a new unnamed file with the same content."""
+    source = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    with tempfile.TemporaryFile(buffering=0) as file:
+        at = 0
+        while at < size and (block := os.pread(source, 1 << 20, at)):
+            at += os.pwrite(file.fileno(), block, at)
+        new = os.dup(file.fileno())
+    os.close(source)
+    return new

@@ -1,0 +1,485 @@
+"""Snapshots by process fork: any Python world, picklable or not, restorable any number of times.
+
+Each environment runs in a worker process. ``snapshot`` forks the worker; the copy waits, frozen, and costs the pages
+that are written later. ``restore`` forks the copy again. What a fork copies: the heap, closures, generators, loaded
+libraries, the offsets of files open for reading, unnamed temporary files. What it cannot copy is refused with
+SnapshotUnsupported: threads, child processes, sockets and pipes, files open for writing, shared memory. What it cannot
+see: named files that the environment writes and closes again (all branches share the file system).
+
+Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from branchpoint.noise import Noise
+from branchpoint.sandbox import _wire
+from branchpoint.sandbox._drive import Stage
+from branchpoint.sandbox._node import fingerprint, started
+from branchpoint.sandbox._worker import Worker, cause
+from branchpoint.world import BranchFailure, Make, SandboxFailure, SnapshotUnsupported, Step, Task
+
+Origin = tuple[dict[str, Any], Task]
+_ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")}
+_HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a fork server has done since it was made; ``seconds`` are wall-clock, waiting included."""
+
+    opens: int = 0
+    snapshots: int = 0
+    restores: int = 0
+    rebases: int = 0
+    forks: int = 0
+    failures: int = 0
+    open_seconds: float = 0.0
+    snapshot_seconds: float = 0.0
+    restore_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Event:
+    """What happened to a lineage, as a list linked towards its origin: enough to repeat it from a shallower process."""
+
+    before: _Event | None
+    call: str  # open, reset, step, noise
+    argument: Any
+    answer: str = ""  # fingerprint
+    frozen: list[weakref.ref[ForkSnapshot]] = field(default_factory=list)  # snapshots taken at this point
+
+
+class ForkServer:
+    """A sandbox for Python worlds (``Sandbox`` of :mod:`branchpoint.world`), used as ``async with ForkServer() as s``.
+
+    Args:
+        preload: modules that the zygote imports before anything else. The builder's own module is imported there too,
+            once, so opening a further environment costs a fork and not an interpreter.
+        step_timeout_s: limit of one step, snapshot or restore.
+        start_timeout_s: limit of building (imports included) and of ``reset``.
+        memory_bytes: address space that each environment may use beyond the zygote's; None is no limit.
+        rebase_depth: a snapshot this many forks away from the zygote is rebuilt by repeating its history on a
+            shallower process, since the kernel's bookkeeping makes deep forks slow (some 20 ms at 128). The answers are
+            compared on the way; if any differs, or the world has ``deterministic = False``, the deep process is used.
+        huge_pages: put the heap on transparent huge pages: large heaps fork several times faster, and a branch copies
+            2 MB instead of 4 kB where it writes.
+        quiet: drop what environments print; else it goes to the trainer's stderr.
+
+    Raises SnapshotUnsupported on systems other than Linux.
+    """
+
+    def __init__(
+        self,
+        preload: tuple[str, ...] = (),
+        *,
+        step_timeout_s: float = 60.0,
+        start_timeout_s: float = 180.0,
+        memory_bytes: int | None = None,
+        rebase_depth: int = 64,
+        huge_pages: bool = False,
+        quiet: bool = True,
+    ) -> None:
+        if sys.platform != "linux":
+            raise SnapshotUnsupported("the fork server needs Linux; use the inprocess or replay sandbox")
+        for name, value in (("step_timeout_s", step_timeout_s), ("start_timeout_s", start_timeout_s)):
+            if value <= 0:
+                raise ValueError(f"{name} is {value}; expected a positive number of seconds")
+        if memory_bytes is not None and memory_bytes <= 0:
+            raise ValueError(f"memory_bytes is {memory_bytes}; expected a positive number, or None for no limit")
+        if rebase_depth < 4:
+            raise ValueError(f"rebase_depth is {rebase_depth}; expected at least 4")
+        self.preload = preload
+        self.step_timeout_s = step_timeout_s
+        self.start_timeout_s = start_timeout_s
+        self.memory_bytes = memory_bytes
+        self.rebase_depth = rebase_depth
+        self.huge_pages = huge_pages
+        self.quiet = quiet
+        self.counters = Counters()
+        self._zygote: Worker | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._obituaries = -1
+        self._deaths: dict[int, int] = {}
+        self._workers: set[Worker] = set()
+        self._envs: set[ForkEnv] = set()
+        self._snapshots: set[ForkSnapshot] = set()
+        self._starting = anyio.Lock()
+        self._closed = False
+        _SERVERS.add(self)
+
+    @property
+    def live(self) -> int:
+        """The number of worker processes that are alive, snapshots included."""
+        return sum(w.dead is None for w in self._workers)
+
+    async def __aenter__(self) -> ForkServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> Worker:
+        """Starts the zygote if it does not run, and imports ``preload`` there. ``open`` does it by itself."""
+        async with self._starting:
+            if self._closed:
+                raise RuntimeError("the fork server is closed")
+            if self._zygote is None or self._zygote.dead:
+                await self._stop_zygote()
+                self._zygote = self._launch()
+                try:
+                    await self._zygote.call("preload", self.start_timeout_s, modules=list(self.preload), path=sys.path)
+                except BranchFailure as error:
+                    self._zygote.kill(str(error))
+                    raise
+            return self._zygote
+
+    def _launch(self) -> Worker:
+        ours, theirs = socket.socketpair()
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment.setdefault("PYTHONHASHSEED", "0")  # the order of sets must not depend on the process
+        if self.huge_pages:
+            environment |= _HUGE_PAGES
+        output = subprocess.DEVNULL if self.quiet else 2
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "branchpoint.sandbox._node", str(theirs.fileno()), str(write)],
+                pass_fds=(theirs.fileno(), write),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        os.close(write)
+        self._close_obituaries()
+        self._obituaries = read
+        zygote = Worker(ours, 0, self._explain)
+        zygote.pid, zygote.started = self._process.pid, started(self._process.pid)
+        return zygote
+
+    async def open(self, make: Make | str, task: Task, noise: Noise) -> ForkEnv:
+        """A live environment in a process of its own, built by ``make(task)`` and given its luck.
+
+        ``make`` is what a worker can import: a function or class of a module, or ``"module:attribute"``.
+        Raises EnvironmentFailure when building raises, SandboxFailure when no process can be had.
+        """
+        build = _pickled(make)
+        origin: Origin = ({"make": build, "main": _main(build), "path": list(sys.path)}, task)
+        with self._timed("open"):
+            worker = await self._spawn(origin, noise)
+            self.counters.opens += 1
+        return ForkEnv(self, worker, _Event(None, "open", (origin, noise)))
+
+    async def _spawn(self, origin: Origin, noise: Noise) -> Worker:
+        build, task = origin
+        zygote = await self.start()
+        arguments = {"build": build, "task": task, "noise": noise, "memory_bytes": self.memory_bytes}
+        return await self._forked(zygote, "open", self.start_timeout_s, arguments)
+
+    async def _forked(self, parent: Worker, call: str, limit: float, arguments: dict[str, Any]) -> Worker:
+        """A child of a worker, ready to be used."""
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise SandboxFailure(f"{error}: raise the limit of open files (ulimit -n), or discard snapshots") from error
+        child = Worker(ours, parent.depth + 1, self._explain)
+        try:
+            with theirs:
+                name = await parent.call(call, limit, fd=theirs.fileno(), **arguments)
+            child.pid, child.started = name["pid"], name["started"]
+            self.counters.forks += 1
+            await child.ready(call, limit)
+        except BaseException as error:
+            child.kill(str(error) or "cancelled")
+            raise
+        self._workers.add(child)
+        return child
+
+    async def _retire(self, worker: Worker, why: str) -> None:
+        worker.kill(why)
+        self._workers.discard(worker)
+        with anyio.CancelScope(shield=True):
+            await worker.gone()
+        self._read_obituaries()
+        self._deaths.pop(worker.pid, None)
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        except BranchFailure:
+            self.counters.failures += 1
+            raise
+        finally:
+            name = f"{what}_seconds"
+            setattr(self.counters, name, getattr(self.counters, name) + time.perf_counter() - start)
+
+    def _read_obituaries(self) -> None:
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            while block := os.read(self._obituaries, 1 << 16):
+                data += block
+        for line in data.splitlines():
+            pid, status = line.split()
+            self._deaths[int(pid)] = int(status)
+        while len(self._deaths) > 4096:
+            self._deaths.pop(next(iter(self._deaths)))
+
+    async def _explain(self, pid: int) -> str:
+        """Why a process died, as told by the one that waited for it."""
+        process = self._process
+        for _ in range(50):
+            if process is not None and pid == process.pid and process.poll() is not None:
+                return f"the zygote ended with code {process.returncode}"
+            self._read_obituaries()
+            if pid in self._deaths:
+                return cause(self._deaths.pop(pid))
+            await anyio.sleep(0.005)
+        return "cause unknown (it closed the connection)"
+
+    def _close_obituaries(self) -> None:
+        if self._obituaries >= 0:
+            os.close(self._obituaries)
+            self._obituaries = -1
+
+    async def close(self) -> None:
+        """Ends all environments, snapshots and the zygote, and waits until they are gone."""
+        if self._closed:
+            return
+        self._closed = True
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as group:
+                for env in tuple(self._envs):
+                    group.start_soon(env.close)
+            for snapshot in tuple(self._snapshots):
+                snapshot.worker.kill("the fork server was closed")
+            await self._stop_zygote()
+            self._workers.clear()
+            self._close_obituaries()
+
+    async def _stop_zygote(self) -> None:
+        if self._zygote is None or self._process is None:
+            return
+        with contextlib.suppress(BranchFailure):
+            await self._zygote.call("close", 15.0)
+        self._zygote.kill("the fork server was closed")
+        await anyio.to_thread.run_sync(self._process.wait, 15.0)
+
+    def _forget(self) -> None:
+        """In a child that the trainer forked: lets go of the connections, which would keep workers alive for ever."""
+        for worker in (*self._workers, *([self._zygote] if self._zygote else [])):
+            worker.dead = worker.dead or "the fork server belongs to the parent process"
+            worker.sock.close()
+        self._close_obituaries()
+        self._closed = True
+
+
+_SERVERS: weakref.WeakSet[ForkServer] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for server in tuple(_SERVERS):
+        server._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def _pickled(make: Make | str) -> bytes:
+    try:
+        return pickle.dumps(make)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"make cannot be sent to a worker ({error}); pass a function or class of a module, or 'module:attribute'"
+        ) from error
+
+
+def _main(make: bytes) -> tuple[str, str] | None:
+    """Where a worker finds what the trainer's own script defines: a module name or a path; None if nothing is needed."""
+    script = sys.modules["__main__"]
+    if b"__main__" not in make:
+        return None
+    if script.__spec__ is not None:
+        return "module", script.__spec__.name
+    path = getattr(script, "__file__", None)
+    return None if path is None else ("path", os.path.abspath(path))
+
+
+class ForkEnv:
+    """A live environment in a worker process. One owner; calls are awaited in turn.
+
+    A failure of the environment or its process ends this branch only: the process is ended and later calls raise
+    SandboxFailure. Calls out of order (a second reset, a step after the end) raise RuntimeError.
+    """
+
+    supports_snapshot = True
+
+    def __init__(self, server: ForkServer, worker: Worker, event: _Event) -> None:
+        self.server = server
+        self.worker = worker
+        self._event = event
+        self._stage = Stage()
+        server._envs.add(self)
+
+    async def reset(self) -> Step:
+        """The first observation. Raises the typed failure of whatever goes wrong, within ``start_timeout_s``."""
+        self._stage.enter("reset")
+        return await self._play("reset", self.server.start_timeout_s)
+
+    async def step(self, action: str) -> Step:
+        """Plays an action. Raises the typed failure of whatever goes wrong, within ``step_timeout_s``."""
+        if not isinstance(action, str):
+            raise TypeError(f"action is {type(action).__name__}; expected str")
+        self._stage.enter("step")
+        return await self._play("step", self.server.step_timeout_s, action=action)
+
+    async def _play(self, call: str, limit: float, **arguments: Any) -> Step:
+        try:
+            fields = await self.worker.call(call, limit, **arguments)
+            step = _wire.to_step(fields)
+        except BranchFailure as error:
+            self.server.counters.failures += 1
+            await self.server._retire(self.worker, f"this branch has failed: {error}")
+            raise
+        self._event = _Event(self._event, call, arguments.get("action"), fingerprint(_wire.encode(fields)))
+        self._stage.after(step)
+        return step
+
+    async def snapshot(self) -> ForkSnapshot:
+        """Freezes a copy. This environment goes on unchanged.
+
+        Raises SnapshotUnsupported, naming what stands in the way, for a state that a fork cannot copy.
+        """
+        self._stage.enter("snapshot")
+        server = self.server
+        with server._timed("snapshot"):
+            worker = await server._forked(self.worker, "fork", server.step_timeout_s, {"noise": None})
+            server.counters.snapshots += 1
+        return ForkSnapshot(server, worker, self._event, self._stage.state)
+
+    async def close(self) -> None:
+        """Lets the world close, then ends its process. Safe to repeat."""
+        if self._stage.state == "closed":
+            return
+        self._stage.state = "closed"
+        self.server._envs.discard(self)
+        with anyio.CancelScope(shield=True):
+            if self.worker.dead is None:
+                with contextlib.suppress(BranchFailure):
+                    await self.worker.call("close", min(5.0, self.server.step_timeout_s))
+            await self.server._retire(self.worker, "the environment was closed")
+
+    async def __aenter__(self) -> ForkEnv:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, _: object, __: TracebackType | None) -> None:
+        await self.close()
+
+
+class ForkSnapshot:
+    """A frozen process. It can be restored any number of times, also when branches that it gave have died."""
+
+    digest = ""
+
+    def __init__(self, server: ForkServer, worker: Worker, event: _Event, stage: str) -> None:
+        self.id = f"fork-{server.counters.snapshots}"
+        self.server = server
+        self.worker = worker
+        self._event = event
+        self._stage = stage
+        self._rebasing = anyio.Lock()
+        self._rebase = True
+        event.frozen.append(weakref.ref(self))
+        server._snapshots.add(self)
+
+    @property
+    def depth(self) -> int:
+        """The number of forks between the zygote and this process."""
+        return self.worker.depth
+
+    async def restore(self, noise: Noise) -> ForkEnv:
+        """An independent live environment that goes on from here with its own luck.
+
+        Raises SandboxFailure when the frozen process is gone or no new one can be had.
+        """
+        server = self.server
+        with server._timed("restore"):
+            if self.depth >= server.rebase_depth:
+                await self._move_up()
+            worker = await server._forked(self.worker, "fork", server.step_timeout_s, {"noise": noise})
+            server.counters.restores += 1
+        env = ForkEnv(server, worker, _Event(self._event, "noise", noise))
+        env._stage.state = self._stage
+        return env
+
+    async def discard(self) -> None:
+        """Ends the frozen process. What was restored from it lives on. Safe to repeat."""
+        self.server._snapshots.discard(self)
+        await self.server._retire(self.worker, f"snapshot {self.id} was discarded")
+
+    async def _move_up(self) -> None:
+        """Rebuilds this state on a shallower process by repeating its history; on any difference nothing changes."""
+        async with self._rebasing:
+            if not self._rebase or self.worker.dead or self.depth < self.server.rebase_depth:
+                return
+            shallow = None
+            try:
+                shallow = await self._repeat()
+            except BranchFailure:
+                shallow = None
+            self._rebase = shallow is not None
+            if shallow is not None:
+                self.server.counters.rebases += 1
+                deep, self.worker = self.worker, shallow
+                await self.server._retire(deep, "moved to a shallower process")
+
+    async def _repeat(self) -> Worker | None:
+        """A process in this state, forked from the nearest shallow snapshot or opened anew; None when it differs."""
+        server, history = self.server, [self._event]
+        base = _shallow(history[-1], server.rebase_depth // 4)
+        while base is None and history[-1].before is not None:
+            history.append(history[-1].before)
+            base = _shallow(history[-1], server.rebase_depth // 4)
+        events = history[-2::-1]
+        if base is not None:
+            worker = await server._forked(base.worker, "fork", server.step_timeout_s, {"noise": None})
+        else:
+            worker = await server._spawn(*history[-1].argument)
+        log = [(e.call, e.argument) for e in events]
+        try:
+            answers = await worker.call("replay", server.start_timeout_s, log=log)
+            same = answers["fingerprints"] == [e.answer for e in events]
+        except BranchFailure:
+            same = False
+        if not same:
+            await server._retire(worker, "the history could not be repeated")
+        return worker if same else None
+
+
+def _shallow(event: _Event, depth: int) -> ForkSnapshot | None:
+    """A living snapshot of this point that is at most ``depth`` forks deep."""
+    for reference in event.frozen:
+        snapshot = reference()
+        if snapshot is not None and snapshot.worker.dead is None and snapshot.depth <= depth:
+            return snapshot
+    return None
