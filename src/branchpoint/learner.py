@@ -1,0 +1,399 @@
+"""The model and its optimiser: log-probabilities, gradients and steps on packed rows."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from branchpoint import kernel as kernels
+from branchpoint import loss as losses
+from branchpoint.kernel import Kernel
+from branchpoint.pack import PackedBatch
+
+
+class LearnerConfig(BaseModel):
+    """The optimiser and the objective. The defaults suit a small model; lower ``lr`` for large ones.
+
+    ``kl_without_signal``: whether a tree whose rollouts all scored alike still gets the gradient of the KL penalty.
+    True is what the penalised objective says; False trains on nothing but trees with a signal.
+    ``vocabulary``: the number of ids that exist, when the model's embedding is padded beyond them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lr: float = Field(3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(0.0, ge=0, description="on matrices only")
+    warmup_steps: int = Field(0, ge=0, description="updates until the full learning rate; linear, constant after")
+    max_grad_norm: float = Field(1.0, gt=0)
+    epochs: int = Field(1, ge=1, description="passes over the same rows, one update each")
+    clip_low: float = Field(0.2, ge=0, le=1)
+    clip_high: float = Field(0.2, ge=0)
+    kl: float = Field(0.0, ge=0, description="coefficient of the penalty towards the frozen reference")
+    kl_without_signal: bool = True
+    temperature: float = Field(1.0, gt=0, description="that of the sampler")
+    vocabulary: int | None = Field(None, ge=1)
+    token_budget: int = Field(8192, ge=1, description="tokens of a packed row")
+    kernel: Kernel = "segments"
+    gradient_checkpointing: bool = False
+    bf16: bool = Field(False, description="autocast to bfloat16; else compute as the weights are")
+
+
+Where = npt.NDArray[np.int64]
+"""[m] indices of tokens in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What a step did: means over its epochs; means over tokens are weighted with ``share``.
+
+    ``loss`` is ``policy_loss`` plus the penalty. ``kl``: k3 to the reference, nats. ``policy_entropy``: of the sampling
+    distribution, nats. ``clip_share``: the part of the tokens that lost gradient to clipping. ``ratio``: importance
+    ratio. ``drift``: the largest |learner - sampler| log-probability before the first update; on fresh rollouts it is
+    rounding, or the sampler and the learner disagree. ``grad_norm``: before clipping. ``updates``: made; ``empty`` and
+    ``nonfinite``: skipped because there was nothing to learn, or because the gradient was not finite.
+    """
+
+    loss: float = 0.0
+    policy_loss: float = 0.0
+    kl: float = 0.0
+    policy_entropy: float = 0.0
+    clip_share: float = 0.0
+    ratio: float = 0.0
+    drift: float = 0.0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    tokens: int = 0  # forwarded in one epoch
+    updates: int = 0
+    empty: int = 0
+    nonfinite: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Scored:
+    """The weighed tokens of a row as tensors on the model's device: [m] each."""
+
+    where: Where  # indices in the row
+    logprobs: Tensor
+    entropy: Tensor  # without gradient
+
+
+class Learner:
+    """A causal language model that learns from packed rows.
+
+    ``model``: a transformers causal language model, or peft's wrapper of one; only parameters that require a gradient
+    are trained. ``reference``: what the KL penalty pulls towards; by default the adapter switched off for a peft model,
+    a frozen copy of the model as it is now otherwise, and nothing while ``config.kl`` is 0. Dropout is off while
+    learning, because the sampler has none and importance ratios would be noise.
+
+    Raises UnsupportedModel when the chosen kernel cannot reproduce the model's attention.
+    """
+
+    def __init__(self, model: nn.Module, config: LearnerConfig, reference: nn.Module | None = None) -> None:
+        self.model, self.config = model, config
+        self._base: Any = _unwrapped(model)
+        self._adapter = self._base is not model
+        self.device = next(model.parameters()).device
+        with self._evaluating(self._base):
+            kernels.check_model(self._base, config.kernel)
+        self.reference = reference
+        if config.kl > 0 and reference is None and not self._adapter:
+            self.reference = copy.deepcopy(model)
+        if self.reference is not None:
+            self.reference.requires_grad_(False)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ValueError("no parameter of the model requires a gradient; nothing can be trained")
+        self.optimizer = self._adamw()
+        self.updates = 0
+
+    # --- the four things a loop calls ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch, everywhere: bool = False) -> Tensor:
+        """[T] the log-probability of every sampled token under the sampling distribution, 0 elsewhere (float32, or
+        float64 for a float64 model). ``everywhere``: of every token that has a predictor, observations too."""
+        where = np.flatnonzero((batch.predictor >= 0) & (batch.sampled | everywhere))
+        with self._running(self._base):
+            scored = self._score(self._base, batch, where)
+        out = scored.logprobs.new_zeros(len(batch))
+        out[torch.tensor(where, device=self.device)] = scored.logprobs
+        return out
+
+    def gradient(self, batches: Sequence[PackedBatch], normaliser: float) -> StepMetrics:
+        """Leave in ``.grad`` the gradient of the loss of all rows; no update, no clipping of the norm.
+
+        The loss is ``(surrogate + kl * sum(share * k3)) / normaliser``. ``normaliser`` is a constant of the design, so
+        neither the split into rows nor their order changes the gradient.
+        """
+        self._check(normaliser)
+        return self._pass(batches, normaliser, self._reference_logprobs(batches))[0]
+
+    def step(self, batches: Sequence[PackedBatch], normaliser: float) -> StepMetrics:
+        """``config.epochs`` updates on the same rows, each with the gradient of :meth:`gradient`, its norm clipped.
+
+        An update is skipped, and counted, when nothing weighs in any row or when the gradient is not finite; weights
+        and optimiser state are then as before.
+        """
+        self._check(normaliser)
+        reference = self._reference_logprobs(batches)
+        history: list[StepMetrics] = []
+        for _ in range(self.config.epochs):
+            metrics, informed = self._pass(batches, normaliser, reference)
+            outcome = self._update(metrics.grad_norm) if informed else {"empty": 1}
+            history.append(_with(metrics, **outcome))
+            if not informed:
+                break
+        self.optimizer.zero_grad(set_to_none=True)
+        return _average(history)
+
+    def imitate(
+        self,
+        batches: Sequence[PackedBatch],
+        normaliser: float | None = None,
+        observation_weight: float = 0.0,
+        restricted: bool = False,
+    ) -> float:
+        """One supervised update; returns the loss ``-sum(w log pi(token)) / normaliser`` before it.
+
+        w = share on sampled tokens, ``observation_weight`` on observation tokens. ``normaliser`` defaults to the sum of
+        w. The plain softmax of the model at temperature 1 is trained unless ``restricted``.
+        """
+        weights = [_imitation_weights(batch, observation_weight) for batch in batches]
+        total = float(sum(w.sum() for w in weights)) if normaliser is None else normaliser
+        if total <= 0:
+            return 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+        value = 0.0
+        with self._running(self._base):
+            for batch, weight in zip(batches, weights, strict=True):
+                where = np.flatnonzero(weight)
+                if len(where):
+                    scored = self._score(self._base, batch, where, plain=not restricted)
+                    loss = -(self._tensor(weight[where], scored.logprobs) * scored.logprobs).sum() / total
+                    loss.backward()
+                    value += float(loss.detach())
+        self._update(self._norm())
+        self.optimizer.zero_grad(set_to_none=True)
+        return value
+
+    # --- exact resume -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimiser moments and the schedule's place. The weights are the model's own ``state_dict``."""
+        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where :meth:`state_dict` was taken (the model's weights loaded by the caller)."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.updates = int(state["updates"])
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _pass(
+        self, batches: Sequence[PackedBatch], normaliser: float, reference: list[Tensor | None]
+    ) -> tuple[StepMetrics, bool]:
+        """One forward and backward over all rows; whether there was anything to learn."""
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = _Sums()
+        informed = False
+        with self._running(self._base):
+            for batch, ref in zip(batches, reference, strict=True):
+                where = np.flatnonzero(batch.weighed)
+                if len(where) == 0:
+                    continue
+                learns = self._learns(batch)
+                informed |= learns
+                with nullcontext() if learns else torch.no_grad():
+                    scored = self._score(self._base, batch, where)
+                    loss = self._loss(batch, scored, ref, normaliser, sums)
+                if learns:
+                    loss.backward()
+        return sums.metrics(self._norm(), self._rate(), sum(map(len, batches))), informed
+
+    def _learns(self, batch: PackedBatch) -> bool:
+        return bool(np.any(batch.up) or np.any(batch.down) or (self.config.kl > 0 and np.any(self._kl_weight(batch))))
+
+    def _kl_weight(self, batch: PackedBatch) -> npt.NDArray[np.float64]:
+        return batch.share if self.config.kl_without_signal else batch.share * batch.informative
+
+    def _loss(
+        self, batch: PackedBatch, scored: _Scored, reference: Tensor | None, normaliser: float, sums: _Sums
+    ) -> Tensor:
+        c, new, where = self.config, scored.logprobs, scored.where
+        old, up, down, share = (
+            self._tensor(x[where], new) for x in (batch.old_logprobs, batch.up, batch.down, batch.share)
+        )
+        policy = losses.clipped_surrogate(new, old, up, down, c.clip_low, c.clip_high) / normaliser
+        penalty = new.new_zeros(())
+        with torch.no_grad():
+            sums.share += float(share.sum())
+            sums.policy_loss += float(policy)
+            sums.policy_entropy += float((share * scored.entropy).sum())
+            sums.ratio += float((share * torch.exp(new - old)).sum())
+            sums.clip_share += float((share * losses.clipped(new, old, up, down, c.clip_low, c.clip_high)).sum())
+            sums.drift = max(sums.drift, float((new - old).abs().max()))
+        if reference is not None:
+            k3 = losses.k3(new, reference)
+            penalty = c.kl * (self._tensor(self._kl_weight(batch)[where], new) * k3).sum() / normaliser
+            sums.kl += float((share * k3.detach()).sum())
+        sums.loss += float((policy + penalty).detach())
+        return policy + penalty
+
+    def _score(self, model: Any, batch: PackedBatch, where: Where, plain: bool = False) -> _Scored:
+        """Log-probabilities of the tokens ``where``; the logits of no other token are ever computed."""
+        c = self.config
+        hidden = kernels.hidden_states(model, batch, c.kernel)
+        logprobs, entropy = losses.read(
+            kernels.head(model),
+            hidden[torch.tensor(batch.predictor[where], device=self.device)],
+            torch.tensor(batch.tokens[where], device=self.device),
+            1.0 if plain else c.temperature,
+            None if plain else batch.allowed_sets(where),
+            c.vocabulary,
+        )
+        return _Scored(where, logprobs, entropy)
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor | None]:
+        """[m] a row at its weighed tokens, under the reference; None for each row when there is no penalty."""
+        if self.config.kl == 0:
+            return [None] * len(batches)
+        model = self._base if self.reference is None else _unwrapped(self.reference)
+        off: Any = self.model.disable_adapter() if self.reference is None else nullcontext()  # pyright: ignore
+        with off, self._running(model):
+            return [self._score(model, batch, np.flatnonzero(batch.weighed)).logprobs for batch in batches]
+
+    def _update(self, norm: float) -> dict[str, int]:
+        """Clip the norm and step; or, when the gradient is not finite, leave everything as it is."""
+        if not math.isfinite(norm):
+            return {"nonfinite": 1}
+        if norm > self.config.max_grad_norm:
+            for p in self.parameters:
+                if p.grad is not None:
+                    p.grad.mul_(self.config.max_grad_norm / norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        self.optimizer.step()
+        self.updates += 1
+        return {"updates": 1}
+
+    def _rate(self) -> float:
+        """The learning rate of the next update."""
+        return self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
+
+    def _norm(self) -> float:
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        return (
+            float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))) if grads else 0.0
+        )
+
+    def _adamw(self) -> torch.optim.AdamW:
+        decayed = [p for p in self.parameters if p.ndim >= 2]
+        others = [p for p in self.parameters if p.ndim < 2]
+        groups = [
+            {"params": decayed, "weight_decay": self.config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        used = [g for g in groups if g["params"]]
+        return torch.optim.AdamW(used, lr=self.config.lr, betas=self.config.betas)
+
+    @contextmanager
+    def _running(self, model: Any) -> Iterator[None]:
+        """Everything that a forward and its backward need: kernel, precision, checkpointing, no dropout."""
+        cast = torch.autocast(self.device.type, torch.bfloat16) if self.config.bf16 else nullcontext()
+        with self._evaluating(model), kernels.attached(model, self.config.kernel), cast:
+            yield
+
+    @contextmanager
+    def _evaluating(self, model: Any) -> Iterator[None]:
+        """Evaluation mode (no dropout), and gradient checkpointing where asked for; the modes are put back after."""
+        modes = [(m, m.training) for m in model.modules()]
+        model.eval()
+        switched = self.config.gradient_checkpointing and torch.is_grad_enabled()
+        try:
+            if switched:
+                model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
+                for m in model.modules():  # a layer checkpoints only in training mode; its parts stay as they are
+                    m.training = bool(getattr(m, "gradient_checkpointing", False))
+            yield
+        finally:
+            if switched:
+                model.gradient_checkpointing_disable()  # pyright: ignore
+            for m, mode in modes:
+                m.training = mode
+
+    def _tensor(self, values: npt.NDArray[Any], like: Tensor) -> Tensor:
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
+
+    @staticmethod
+    def _check(normaliser: float) -> None:
+        if not (math.isfinite(normaliser) and normaliser > 0):
+            raise ValueError(
+                f"normaliser is {normaliser}; give a positive constant of the design, e.g. rollouts x length"
+            )
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Running sums over the rows of one pass."""
+
+    share: float = 0.0
+    loss: float = 0.0
+    policy_loss: float = 0.0
+    kl: float = 0.0
+    policy_entropy: float = 0.0
+    clip_share: float = 0.0
+    ratio: float = 0.0
+    drift: float = 0.0
+
+    def metrics(self, norm: float, rate: float, tokens: int) -> StepMetrics:
+        mean = {
+            name: getattr(self, name) / (self.share or 1.0) for name in ("kl", "policy_entropy", "clip_share", "ratio")
+        }
+        return StepMetrics(
+            loss=self.loss, policy_loss=self.policy_loss, drift=self.drift, grad_norm=norm, lr=rate,
+            tokens=tokens, **mean,
+        )  # fmt: skip
+
+
+def _average(history: Sequence[StepMetrics]) -> StepMetrics:
+    """Means over the epochs; counts are summed, and drift and tokens are those of the first."""
+    rows = [m.as_dict() for m in history]
+    out: dict[str, Any] = {f.name: sum(r[f.name] for r in rows) for f in fields(StepMetrics)}
+    for name in out:
+        if name not in ("updates", "empty", "nonfinite"):
+            out[name] /= len(rows)
+    return StepMetrics(**(out | {"drift": history[0].drift, "tokens": history[0].tokens}))
+
+
+def _with(metrics: StepMetrics, **changes: int) -> StepMetrics:
+    return StepMetrics(**(metrics.as_dict() | changes))  # pyright: ignore
+
+
+def _unwrapped(model: nn.Module) -> Any:
+    """The transformers model inside a peft wrapper, adapters in place; the model itself otherwise."""
+    settings: Any = getattr(model, "peft_config", None)
+    if not hasattr(model, "get_base_model") or settings is None:
+        return model
+    if any(getattr(s, "is_prompt_learning", False) for s in settings.values()):
+        raise ValueError("prompt tuning adds tokens that a packed row has no place for; use LoRA or another adapter")
+    return model.get_base_model()  # pyright: ignore
+
+
+def _imitation_weights(batch: PackedBatch, observation_weight: float) -> npt.NDArray[np.float64]:
+    observed = ~batch.sampled & (batch.predictor >= 0) & (batch.source >= 0)
+    return np.where(observed, observation_weight, batch.share)
