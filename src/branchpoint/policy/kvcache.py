@@ -1,0 +1,238 @@
+"""The sampler's key/value store, and the attention function that reads and writes it.
+
+All new tokens of one engine step travel through the model as one row ``[1, T]``; attention alone knows which session a
+token belongs to. Sessions own a *slot* of the store. Single tokens (decoding) are batched, grouped by their session's
+own length rounded up to ``BLOCK``; longer chunks (prefill) attend one session at a time. A session's arithmetic thus
+never depends on who else is in the batch, which makes its results the same bit for bit alone and in company (float32 on
+one CPU thread; see ``MIN_ROWS``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 64
+MIN_ROWS = 8
+"""A row of a matrix product is the same bits for any number of rows from 4 on (measured on MKL), so rows are padded."""
+NAME = "branchpoint_sampler"
+"""The name under which the attention function is registered with transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one session in a step: ``length`` tokens from position ``start`` on, in ``slot``."""
+
+    slot: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Single tokens ``lo:hi`` of the row, with the same rounded context; ``runs`` are adjacent slots (lo, hi, slot)."""
+
+    lo: int
+    hi: int
+    width: int
+    runs: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Where the T tokens of one step read and write. Singles come first, then longer chunks, then padding."""
+
+    store: KVStore
+    slots: torch.Tensor  # [t] int64, the slot of every real token
+    positions: torch.Tensor  # [t] int64, its position
+    singles: int
+    groups: tuple[_Group, ...]
+    tail: torch.Tensor  # [singles, 1, BLOCK] 0 or -inf: the last block of each single token's context
+    chunks: tuple[tuple[int, Chunk, torch.Tensor | None], ...]  # row offset, chunk, mask (None: causal from 0)
+
+
+def rounded(length: int) -> int:
+    """``length`` rounded up to a whole number of blocks."""
+    return -(-length // BLOCK) * BLOCK
+
+
+def order(chunk: Chunk) -> tuple[int, int, int]:
+    """The sort key that puts chunks into the order a plan needs."""
+    return (0, rounded(chunk.start + 1), chunk.slot) if chunk.length == 1 else (1, chunk.start, chunk.slot)
+
+
+def plan(store: KVStore, chunks: Sequence[Chunk]) -> Plan:
+    """The plan of one step; ``chunks`` are sorted by :func:`order`."""
+    singles = [c for c in chunks if c.length == 1]
+    slots = [c.slot for c in singles]
+    positions = [c.start for c in singles]
+    long: list[tuple[int, Chunk, torch.Tensor | None]] = []
+    for c in chunks[len(singles) :]:
+        long.append((len(slots), c, _mask(c, store.device)))
+        slots += [c.slot] * c.length
+        positions += range(c.start, c.start + c.length)
+    at = torch.tensor(positions)
+    last = at[: len(singles)] % BLOCK
+    closed = torch.arange(BLOCK) > last[:, None]
+    tail = torch.zeros(closed.shape, dtype=store.dtype).masked_fill_(closed, float("-inf"))
+    device = store.device
+    return Plan(
+        store=store,
+        slots=torch.tensor(slots).to(device),
+        positions=at.to(device),
+        singles=len(singles),
+        groups=_groups(singles),
+        tail=tail[:, None].to(device),
+        chunks=tuple(long),
+    )
+
+
+def _mask(c: Chunk, device: torch.device) -> torch.Tensor | None:
+    if c.start == 0:
+        return None
+    keys = torch.arange(c.start + c.length, device=device)
+    return keys[None, :] <= keys[c.start :, None]
+
+
+def _groups(singles: Sequence[Chunk]) -> tuple[_Group, ...]:
+    out: list[_Group] = []
+    lo, n = 0, len(singles)
+    while lo < n:
+        width = rounded(singles[lo].start + 1)
+        runs: list[tuple[int, int, int]] = []
+        hi = lo
+        while hi < n and rounded(singles[hi].start + 1) == width:
+            begin, slot = hi, singles[hi].slot
+            hi += 1
+            while hi < n and singles[hi].slot == slot + hi - begin and rounded(singles[hi].start + 1) == width:
+                hi += 1
+            runs.append((begin, hi, slot))
+        out.append(_Group(lo, hi, width, tuple(runs)))
+        lo = hi
+    return tuple(out)
+
+
+class KVStore:
+    """Keys and values of all sessions: per layer two tensors [slots, kv_heads, capacity, d], growing as needed.
+
+    Layers appear when they are first written, so the store needs no knowledge of the model's shapes. Everything is
+    finite at all times: stale rows are masked, and a mask turns a finite number, but not a NaN, into nothing.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.slots, self.capacity = MIN_ROWS, 4 * BLOCK
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._free = list(range(self.slots))
+
+    @property
+    def used(self) -> int:
+        """The number of slots in use."""
+        return self.slots - len(self._free)
+
+    def take(self) -> int:
+        """The lowest free slot: neighbours stay neighbours, so that their attention runs as one product."""
+        if not self._free:
+            self._free = list(range(self.slots, 2 * self.slots))
+            self._resize(2 * self.slots, self.capacity)
+        slot = min(self._free)
+        self._free.remove(slot)
+        return slot
+
+    def give(self, slot: int, spoilt: bool = False) -> None:
+        """Frees a slot. ``spoilt``: it may hold values that are not finite, and is wiped."""
+        if spoilt:
+            with torch.inference_mode():
+                for pair in self.layers.values():
+                    for tensor in pair:
+                        tensor[slot].zero_()
+        self._free.append(slot)
+
+    def reserve(self, length: int) -> None:
+        """Makes room for contexts of ``length`` tokens."""
+        if length > self.capacity:
+            self._resize(self.slots, max(-(-length // (4 * BLOCK)) * 4 * BLOCK, rounded(self.capacity * 5 // 4)))
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copies the first ``length`` rows of a slot, in all layers."""
+        for pair in self.layers.values():
+            for tensor in pair:
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def layer(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer; ``like`` is [1, kv_heads, T, d]."""
+        if index not in self.layers:
+            shape = (self.slots, like.shape[1], self.capacity, like.shape[3])
+            self.layers[index] = (like.new_zeros(shape), like.new_zeros(shape))
+        return self.layers[index]
+
+    def _resize(self, slots: int, capacity: int) -> None:
+        for index, pair in self.layers.items():  # one tensor at a time: the peak is one tensor above the total
+            grown = []
+            for old in pair:
+                new = old.new_zeros((slots, old.shape[1], capacity, old.shape[3]))
+                new[: old.shape[0], :, : old.shape[2]] = old
+                grown.append(new)
+            self.layers[index] = (grown[0], grown[1])
+        self.slots, self.capacity = slots, capacity
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    kv_plan: Plan | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention for ``AttentionInterface``: query [1, heads, T, d], key and value [1, kv_heads, T, d] of new tokens.
+
+    Returns [1, T, heads, d]. Padding tokens get zeros. Raises ValueError for variants it does not compute.
+    """
+    if kv_plan is None:
+        raise ValueError(f"attention {NAME!r} runs inside the sampler only: use its `switched` context to select it")
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ValueError(f"the in-process sampler needs standard attention; this model uses {name}")
+    keys, values = kv_plan.store.layer(int(module.layer_idx), key)  # pyright: ignore[reportArgumentType]
+    real = len(kv_plan.slots)
+    keys[kv_plan.slots, :, kv_plan.positions] = key[0, :, :real].transpose(0, 1)
+    values[kv_plan.slots, :, kv_plan.positions] = value[0, :, :real].transpose(0, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = query.new_zeros((query.shape[2], query.shape[1], query.shape[3]))
+    if kv_plan.singles:
+        _decode(kv_plan, query, keys, values, scale, out)
+    repeats = query.shape[1] // key.shape[1]
+    for row, c, mask in kv_plan.chunks:
+        end = c.start + c.length
+        k, v = (t[c.slot, :, :end].repeat_interleave(repeats, 0)[None] for t in (keys, values))
+        q = query[:, :, row : row + c.length]
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        out[row : row + c.length] = o[0].transpose(0, 1)
+    return out[None], None
+
+
+def _decode(
+    p: Plan, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor
+) -> None:
+    """One token a session: scores, softmax and mixture as batched products over adjacent slots, without a copy."""
+    n, heads, d, kv = p.singles, query.shape[1], query.shape[3], keys.shape[1]
+    q = (query[0, :, :n].transpose(0, 1) * scale).reshape(n * kv, heads // kv, d)
+    mixed = out[:n].view(n * kv, heads // kv, d)
+    for g in p.groups:
+        scores = q.new_empty(((g.hi - g.lo) * kv, heads // kv, g.width))
+        for lo, hi, slot in g.runs:
+            k = keys[slot : slot + hi - lo].flatten(0, 1)[:, : g.width]
+            torch.bmm(q[lo * kv : hi * kv], k.transpose(1, 2), out=scores[(lo - g.lo) * kv : (hi - g.lo) * kv])
+        scores.view(g.hi - g.lo, heads, g.width)[..., -BLOCK:].add_(p.tail[g.lo : g.hi])
+        weights = scores.softmax(-1)
+        for lo, hi, slot in g.runs:
+            v = values[slot : slot + hi - lo].flatten(0, 1)[:, : g.width]
+            torch.bmm(weights[(lo - g.lo) * kv : (hi - g.lo) * kv], v, out=mixed[lo * kv : hi * kv])

@@ -1,0 +1,283 @@
+"""The sampling engine: continuous batching over all live sessions, on the learner's own module.
+
+An engine step feeds every waiting session its new tokens, all in one row, and draws a token for those that have none
+left to feed. A session whose environment is slow is simply not in the row; one that comes back joins at the next step.
+The engine is an asyncio task that exists only while something waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from branchpoint.policy import kvcache
+from branchpoint.policy.draw import Drawn, draw
+from branchpoint.policy.models import require
+from branchpoint.tree import Array, Ints
+from branchpoint.world import PolicyFailure
+
+
+class Restriction(Protocol):
+    """The state of a restricted action: which ids may come next."""
+
+    def allowed(self) -> Ints:
+        """Sorted ids, at least one."""
+        ...
+
+    def advance(self, token: int) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A slot of the store and how many contexts read it."""
+
+    index: int
+    users: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """The tokens of a session and the rows of keys and values that are computed for them.
+
+    A forked context reads its parent's rows until it first writes; only then it takes a slot and copies them.
+    """
+
+    store: kvcache.KVStore
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0
+    slot: _Slot | None = None
+    owned: bool = False
+    spoilt: bool = False
+
+    def fork(self, length: int) -> Context:
+        """A context that shares the first ``length`` tokens.
+
+        Its last token counts as not computed, whatever the parent has done since: so the row of an action's last token
+        is always computed together with the observation that follows, and results do not depend on timing.
+        """
+        if not 0 <= length <= len(self.tokens):
+            raise ValueError(f"fork at token {length} of a session of {len(self.tokens)}")
+        known = max(0, length - 1)
+        if known > self.cached:
+            raise ValueError(f"fork at token {length}, but the engine has read only {self.cached} tokens so far")
+        if self.slot is not None:
+            self.slot.users += 1
+        return Context(self.store, self.tokens[:length], known, self.slot)
+
+    def own(self) -> int:
+        """The slot to write to."""
+        if self.slot is None:
+            self.slot = _Slot(self.store.take())
+        elif not self.owned and self.slot.users > 1:
+            shared, self.slot = self.slot, _Slot(self.store.take())
+            self.store.copy(shared.index, self.slot.index, self.cached)
+            shared.users -= 1
+        self.owned = True
+        return self.slot.index
+
+    def release(self) -> None:
+        """Gives the rows back; a second call does nothing."""
+        if self.slot is not None:
+            self.slot.users -= 1
+            if self.slot.users == 0:
+                self.store.give(self.slot.index, self.spoilt)
+            self.slot = None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """An action being sampled. ``limit`` new tokens at most, one uniform each."""
+
+    context: Context
+    uniforms: Array
+    limit: int
+    done: asyncio.Future[None]
+    restriction: Restriction | None = None
+    ended: Callable[[list[int]], bool] | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    allowed: list[Ints | None] = field(default_factory=list)
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How tokens are drawn: see :func:`branchpoint.policy.draw.draw`. Ids from ``vocabulary`` on are never drawn."""
+
+    stop_ids: frozenset[int]
+    vocabulary: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    greedy: bool = False
+
+
+@contextmanager
+def switched(model: Any) -> Iterator[None]:
+    """The model in eval mode with the sampler's attention; as it was before afterwards."""
+    config, before, training = model.config, model.config._attn_implementation, model.training
+    if training:
+        model.eval()
+    config._attn_implementation = kvcache.NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        if training:
+            model.train()
+
+
+class Engine:
+    """Runs requests. ``chunk``: tokens of one session in a step; ``budget``: tokens of all long chunks in a step.
+
+    Bounds neither who joins nor when, and changes no result: chunks start where the session's own history says.
+    """
+
+    def __init__(self, model: Any, rule: Rule, chunk: int = 256, budget: int = 2048) -> None:
+        require("transformers").AttentionInterface.register(kvcache.NAME, kvcache.attend)
+        self.model, self.rule, self.chunk, self.budget = model, rule, chunk, budget
+        self.store = kvcache.KVStore(model.device, model.dtype)
+        self.steps = 0
+        self._waiting: list[Request] = []
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def run(self, request: Request) -> None:
+        """Samples the whole action. Raises PolicyFailure when the engine cannot."""
+        if self._closed:
+            raise PolicyFailure("the policy is closed")
+        self._waiting.append(request)
+        loop = asyncio.get_running_loop()
+        if self._task is None or self._task.done() or self._task.get_loop() is not loop:
+            self._task = loop.create_task(self._pump())
+        await request.done
+
+    def close(self) -> None:
+        """Fails what is still running and frees the memory of the store."""
+        self._closed = True
+        for request in self._waiting:
+            self._fail(request, "the policy was closed while it sampled")
+        self._waiting = []
+        self.store.layers.clear()
+
+    async def _pump(self) -> None:
+        await asyncio.sleep(0)  # those who were woken together come back together
+        while self._waiting:
+            self.step()
+            await asyncio.sleep(0)
+
+    def step(self) -> None:
+        """One forward pass over everything that waits. Never raises: failures go to the requests they concern."""
+        self._waiting = [r for r in self._waiting if not r.done.done()]
+        if not self._waiting:
+            return
+        self.steps += 1
+        try:
+            with torch.inference_mode():
+                due, allowed, logits = self._ready(*self._forward(self._batch()))
+                if due:
+                    self._emit(due, self._draw(due, allowed, logits))
+        except Exception as error:  # no request is to blame more than another; the next ones may well succeed
+            for request in self._waiting:
+                self._fail(request, f"the model failed: {type(error).__name__}: {error}", error)
+
+    def _batch(self) -> list[tuple[kvcache.Chunk, Request]]:
+        """The chunks of this step in the order of the plan. The first long chunk always fits."""
+        batch: list[tuple[kvcache.Chunk, Request]] = []
+        spent = 0
+        for request in self._waiting:
+            context = request.context
+            n = min(self.chunk, len(context.tokens) - context.cached)
+            if n > 1:
+                if spent and spent + n > self.budget:
+                    continue
+                spent += n
+            self.store.reserve(context.cached + n)
+            batch.append((kvcache.Chunk(context.own(), context.cached, n), request))
+        batch.sort(key=lambda item: kvcache.order(item[0]))
+        return batch
+
+    def _forward(self, batch: Sequence[tuple[kvcache.Chunk, Request]]) -> tuple[list[Request], torch.Tensor]:
+        """Feeds the batch; returns the requests whose feed is through, and their logits [n, V]."""
+        tokens: list[int] = []
+        due: list[Request] = []
+        rows: list[int] = []
+        for c, request in batch:
+            context = request.context
+            tokens += context.tokens[c.start : c.start + c.length]
+            if c.start + c.length == len(context.tokens):
+                due.append(request)
+                rows.append(len(tokens) - 1)
+        plan = kvcache.plan(self.store, [c for c, _ in batch])
+        real, device = len(tokens), self.store.device
+        padding = max(0, kvcache.MIN_ROWS - real)
+        positions = torch.nn.functional.pad(plan.positions, (0, padding))
+        keep = rows + rows[:1] * (kvcache.MIN_ROWS - len(rows)) if rows else [0]
+        with switched(self.model):
+            logits = self.model(
+                input_ids=torch.tensor([tokens + [0] * padding], device=device),
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=torch.tensor(keep, device=device),
+                kv_plan=plan,
+            ).logits[0, : len(rows), : self.rule.vocabulary]
+        for c, request in batch:
+            request.context.cached += c.length
+        return due, logits
+
+    def _ready(self, due: list[Request], logits: torch.Tensor) -> tuple[list[Request], list[Ints | None], torch.Tensor]:
+        """The requests that can draw, and the ids open to each; the others fail alone."""
+        finite = torch.isfinite(logits.amax(-1)).tolist()
+        allowed: list[Ints | None] = []
+        rows: list[int] = []
+        for i, request in enumerate(due):
+            if not finite[i]:
+                request.context.spoilt = True
+                self._fail(request, "the model's logits are not finite: its weights may have diverged")
+                continue
+            try:  # a grammar is user input: it fails its own session only
+                allowed.append(None if request.restriction is None else request.restriction.allowed())
+                rows.append(i)
+            except Exception as error:
+                self._fail(request, f"restriction: {type(error).__name__}: {error}", error)
+        return [due[i] for i in rows], allowed, logits if len(rows) == len(due) else logits[rows]
+
+    def _draw(self, due: list[Request], allowed: list[Ints | None], logits: torch.Tensor) -> Drawn:
+        uniforms = np.array([r.uniforms[len(r.tokens)] for r in due])
+        rule = self.rule
+        return draw(logits, uniforms, allowed, rule.temperature, rule.top_p, rule.greedy)
+
+    def _emit(self, due: list[Request], drawn: Drawn) -> None:
+        """Appends the drawn tokens, and ends the requests that are through."""
+        stops = self.rule.stop_ids
+        for i, request in enumerate(due):
+            token = drawn.tokens[i]
+            request.context.tokens.append(token)
+            request.tokens.append(token)
+            request.logprobs.append(drawn.logprobs[i])
+            request.raw_logprobs.append(drawn.raw_logprobs[i])
+            request.entropies.append(drawn.entropies[i])
+            request.allowed.append(drawn.kept[i])
+            try:  # a codec is user code: it fails its own session only
+                request.stopped = token in stops or (request.ended is not None and request.ended(request.tokens))
+                if request.stopped or len(request.tokens) == request.limit:
+                    if not request.done.done():
+                        request.done.set_result(None)
+                elif request.restriction is not None:
+                    request.restriction.advance(token)
+            except Exception as error:
+                self._fail(request, f"{type(error).__name__}: {error}", error)
+
+    @staticmethod
+    def _fail(request: Request, message: str, cause: BaseException | None = None) -> None:
+        if not request.done.done():
+            failure = PolicyFailure(message)
+            failure.__cause__ = cause
+            request.done.set_exception(failure)
