@@ -108,7 +108,7 @@ class Bpo(_Strategy):
     Eq. 4: a parent's segment before the fork receives lam^(turns between) A^(0), summed over the later forks.
     Eq. 5 at ratio 1: g = (1/Z) sum over segments of A S. Shapes: A [S].
 
-    Two points of the text are open and are options. ``post``: what the segments after a fork's first one receive:
+    A segment that starts at a fork receives Eq. 3 alone. Two points of the text are open and are options. ``post``: what the segments after a fork's first one receive:
     nothing (``none``) or their rollout's local advantage (``inherit``). ``normaliser``: Z = 1 (``sum``), the number of
     leaves (``leaves``) or of sampled tokens (``pairs``). A fork at the first token is the root group. Every branch is
     the backbone of what was forked from it.
@@ -142,16 +142,13 @@ class Bpo(_Strategy):
             own = np.flatnonzero(segments.branch == b)
             forks = [s for s in own if np.isfinite(local[s])]
             for s in own:
-                later = [f for f in forks if f > s]
-                advantage[s] = sum(
-                    self.lam ** float(segments.turn[f] - segments.turn[s]) * local[f]
-                    for f in later
-                    if segments.parent[f] != 0
-                )
+                later = [f for f in forks if f > s and segments.parent[f] != 0]
                 if s in forks:
-                    advantage[s] += local[s]
-                elif self.post == "inherit" and forks and not later:
-                    advantage[s] += local[forks[-1]]
+                    advantage[s] = local[s]
+                elif later:
+                    advantage[s] = sum(self.lam ** float(segments.turn[f] - segments.turn[s]) * local[f] for f in later)
+                elif self.post == "inherit" and forks:
+                    advantage[s] = local[forks[-1]]
         return advantage
 
 

@@ -131,7 +131,7 @@ class Fixed(_Forking):
     at: Annotated[tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...], Field(min_length=1)] = (0.5,)
     width: Width | tuple[Width, ...] = 2
     unit: Unit = "turn"
-    expected: float = Field(gt=0.0, allow_inf_nan=False)
+    expected: float = Field(10.0, gt=0.0, allow_inf_nan=False)
     adapt: bool = True
     nested: bool = True
 
