@@ -106,6 +106,8 @@ class Stage:
         """Raises RuntimeError when ``call`` (reset, step, snapshot) is not possible now."""
         if self.state == "closed":
             raise RuntimeError(f"{call} on a closed environment; an environment serves one episode")
+        if self.state == "failed" and call != "reset":
+            raise RuntimeError(f"{call} on an environment that has failed; restore a snapshot")
         if call == "reset" and self.state != "new":
             raise RuntimeError("reset was called twice; open a new environment, or restore a snapshot")
         if call == "step" and self.state != "running":

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.to_thread
@@ -83,6 +83,8 @@ class ForkServer:
 
     Raises SnapshotUnsupported on systems other than Linux.
     """
+
+    preserves: ClassVar[frozenset[str]] = frozenset({"generators", "closures", "globals", "isolation"})
 
     def __init__(
         self,
@@ -328,8 +330,8 @@ def _main(make: bytes) -> tuple[str, str] | None:
 class ForkEnv:
     """A live environment in a worker process. One owner; calls are awaited in turn.
 
-    A failure of the environment or its process ends this branch only: the process is ended and later calls raise
-    SandboxFailure. Calls out of order (a second reset, a step after the end) raise RuntimeError.
+    A failure of the environment or its process ends this branch only. Calls out of order (a second reset, a step after
+    the end or a failure) raise RuntimeError.
     """
 
     supports_snapshot = True
@@ -359,6 +361,7 @@ class ForkEnv:
             step = _wire.to_step(fields)
         except BranchFailure as error:
             self.server.counters.failures += 1
+            self._stage.state = "failed"
             await self.server._retire(self.worker, f"this branch has failed: {error}")
             raise
         self._event = _Event(self._event, call, arguments.get("action"), fingerprint(_wire.encode(fields)))
