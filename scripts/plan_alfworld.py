@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from branchpoint.env import _alfworld_data as data
 from branchpoint.env import _alfworld_engine as engine
@@ -35,7 +35,7 @@ class Room:
         facts = [(name, [game.name_of(argument) for argument in arguments]) for name, arguments in game.facts()]
 
         def pairs(predicate: str) -> list[tuple[str, str]]:
-            return sorted((args[0], args[1].strip()) for name, args in facts if name == predicate)
+            return sorted((args[0].strip(), args[1].strip()) for name, args in facts if name == predicate)
 
         def names(predicate: str) -> set[str]:
             return {args[0] for name, args in facts if name == predicate}
@@ -141,6 +141,19 @@ def games() -> Iterator[dict[str, Any]]:
     return (data.game(entry.id) for entry in sorted(data.index().values(), key=order))
 
 
+def work(row: dict[str, Any], path: Path) -> NoReturn:
+    """In a process of its own: append the plan of one game to a file, or die of the time limit."""
+    status = 1
+    try:
+        signal.alarm(PLANNER_SECONDS)
+        result = json.dumps(solve(row)) + "\n"
+        with path.open("a") as file:
+            file.write(result)
+        status = 0
+    finally:
+        os._exit(status)
+
+
 def plan(path: Path, minutes: float) -> None:
     """Append the plans of games that the file lacks. Each game runs in a forked process with a time limit."""
     path.touch()
@@ -154,13 +167,9 @@ def plan(path: Path, minutes: float) -> None:
             return
         child = os.fork()
         if child == 0:
-            signal.alarm(PLANNER_SECONDS)
-            result = json.dumps(solve(row)) + "\n"
-            with path.open("a") as file:
-                file.write(result)
-            os._exit(0)
+            work(row, path)
         if os.waitpid(child, 0)[1]:
-            print(f"no plan within {PLANNER_SECONDS} s: {row['id']}")
+            print(f"no plan within {PLANNER_SECONDS} s: {row['id']}", flush=True)
 
 
 def pack(path: Path, out: Path) -> None:

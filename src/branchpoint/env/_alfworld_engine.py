@@ -37,6 +37,7 @@ class _Packages(NamedTuple):
     entity: Any
     demangler: Any
     downward: Any
+    translate: Any
 
 
 @functools.cache
@@ -61,7 +62,7 @@ def _packages() -> _Packages:
         if before is None:
             os.environ.pop("ALFWORLD_DATA", None)
     domain, grammar = (Path(path).read_text() for path in (info.ALFRED_PDDL_PATH, info.ALFRED_TWL2_PATH))
-    found = _Packages(domain, grammar, gdict, logic, textgen, Rule, EntityInfo, Demangler, fast_downward)
+    found = _Packages(domain, grammar, gdict, logic, textgen, Rule, EntityInfo, Demangler, fast_downward, fast_downward.pddl2sas)
     _memoise(found)
     return found
 
@@ -121,7 +122,7 @@ def _parse(problem: str) -> Any:
 
 def _ground(problem: str, optimize: bool) -> tuple[Any, str]:
     with _quiet():
-        return _packages().downward.pddl2sas(_packages().domain, problem, optimize=optimize)
+        return _packages().translate(_packages().domain, problem, optimize=optimize)
 
 
 def _translate(problem: str, cache: Path | None) -> tuple[Any, str]:

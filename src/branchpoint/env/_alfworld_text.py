@@ -57,7 +57,7 @@ def compact_observation(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What to do, in the games' own words: types of ``item``, ``place`` or ``lamp``, what to ``change``, how ``many``."""
+    """What to do, in the games' own words: types of ``item``, ``place``, ``lamp``; a ``change``; how ``many``."""
 
     item: str
     place: str = ""

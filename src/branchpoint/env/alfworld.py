@@ -240,8 +240,8 @@ def transcripts(
     """Recorded episodes that ship with the package and fit the dials (the first ``n``), or None when none does.
 
     They were won by the frequency-weighted explorer on training games of the types pick_and_place_simple and
-    look_at_obj_in_light, with ``style="compact"``, ``drop=True``. Any ``max_steps`` and ``cache`` fit: the tasks returned
-    carry the given ones.
+    look_at_obj_in_light, with ``style="compact"`` and ``drop=True``. Any ``max_steps`` and ``cache`` fit: the tasks
+    returned carry the given ones.
     """
     kinds = TASK_TYPES if task_types is None else tuple(task_types)
     free = {name: dials.pop(name) for name in ("max_steps", "cache") if name in dials}
