@@ -20,6 +20,7 @@ from torch import Tensor
 from branchpoint.loss import distribution, token_logprobs
 from branchpoint.noise import Noise
 from branchpoint.policy.chat import Codec
+from branchpoint.policy.restrict import Actions
 from branchpoint.tree import Ints
 from branchpoint.world import Step, Task
 
@@ -71,9 +72,12 @@ def to_rows(codec: Codec, transcripts: Iterable[Transcript], restrict: bool = Tr
     """One row a transcript. ``restrict``: note the allowed tokens where a step lists its actions.
 
     Raises:
-        TranscriptError: an empty transcript, or an action that its step does not list.
+        TranscriptError: an empty transcript, an action that its step does not list, or a codec without a stop token.
     """
-    return [_row(codec, task, turns, restrict) for task, turns in transcripts]
+    if not codec.stop_ids:
+        raise TranscriptError("the codec ends actions with strings only; imitation needs one with a stop token")
+    menus = Actions(codec.encode, codec.stop_ids[0]) if restrict else None
+    return [_row(codec, task, turns, menus) for task, turns in transcripts]
 
 
 def imitate(
@@ -150,7 +154,7 @@ def score(model: Any, rows: Sequence[Row], vocabulary: int, batch_tokens: int = 
     )
 
 
-def _row(codec: Codec, task: Task, turns: Sequence[tuple[Step, str]], restrict: bool) -> Row:
+def _row(codec: Codec, task: Task, turns: Sequence[tuple[Step, str]], menus: Actions | None) -> Row:
     if not turns:
         raise TranscriptError(f"transcript of task {task.id!r} holds no action")
     tokens: list[int] = []
@@ -159,26 +163,16 @@ def _row(codec: Codec, task: Task, turns: Sequence[tuple[Step, str]], restrict: 
     for i, (step, text) in enumerate(turns):
         seen = codec.observe(task, step, i == 0).tolist()
         said = [*codec.encode(text).tolist(), codec.stop_ids[0]]
-        at = len(tokens) + len(seen)
-        if restrict and step.actions:
+        if menus is not None and step.actions:
             if text not in step.actions:
-                raise TranscriptError(
-                    f"task {task.id!r}, turn {i}: the action {text!r} is not among the step's actions"
-                )
-            menu = [[*codec.encode(a).tolist(), codec.stop_ids[0]] for a in step.actions]
-            allowed |= {at + j: ids for j, ids in enumerate(_choices(menu, said))}
+                raise TranscriptError(f"task {task.id!r}, turn {i}: action {text!r} is not among the step's actions")
+            choice = menus.start(step.actions)
+            for at, token in enumerate(said, len(tokens) + len(seen)):
+                allowed[at] = choice.allowed()
+                choice.advance(token)
         tokens += [*seen, *said]
         action += [False] * len(seen) + [True] * len(said)
     return Row(np.array(tokens, np.int32), np.array(action), allowed)
-
-
-def _choices(menu: list[list[int]], said: list[int]) -> list[Ints]:
-    """For every token of ``said``, the tokens with which an entry of the menu goes on after the same beginning."""
-    out = []
-    for j, token in enumerate(said):
-        out.append(np.array(sorted({entry[j] for entry in menu}), np.int32))
-        menu = [entry for entry in menu if entry[j] == token and len(entry) > j + 1]
-    return out
 
 
 def _check(model: Any, rows: Sequence[Row]) -> None:
