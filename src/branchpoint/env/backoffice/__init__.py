@@ -15,7 +15,7 @@ from branchpoint.env.backoffice.desk import LAST_DAY, TODAY
 from branchpoint.env.backoffice.dials import DEMO, POOLS, TEMPLATES, Dials
 from branchpoint.env.backoffice.expert import Expert
 from branchpoint.env.backoffice.luck import evaluation_noise
-from branchpoint.env.backoffice.scenario import Draw, scenario
+from branchpoint.env.backoffice.scenario import Draw, diagnostic
 from branchpoint.env.backoffice.world import BackOffice
 from branchpoint.noise import digest
 from branchpoint.world import Message, Task
@@ -43,7 +43,7 @@ def tasks(split: str, n: int | None = None, seed: int = 0, **dials: Any) -> tupl
     if split not in POOLS:
         raise ValueError(f"no split {split!r}; known: {', '.join(POOLS)}")
     chosen = Dials.of(dials)
-    pool: Sequence[int] = _diagnostic(chosen) if split == "diagnostic" else range(POOLS[split])
+    pool: Sequence[int] = diagnostic(chosen) if split == "diagnostic" else range(POOLS[split])
     if n is not None:
         if not 0 <= n <= len(pool):
             raise ValueError(f"n must be 0 to {len(pool)}, the size of {split}; got {n}")
@@ -62,14 +62,6 @@ def _task(split: str, index: int, dials: Dials, prompt: tuple[Message, ...]) -> 
     name = f"backoffice/{split}/{index:04d}"
     metadata = {"split": split, "index": index, **dials.json()}
     return Task(name, "backoffice", prompt, digest(0, "luck", name) >> 65, metadata)
-
-
-def _diagnostic(dials: Dials) -> tuple[int, ...]:
-    fit = (i for i in range(POOLS["validation"]) if 2 <= len(scenario("validation", i, dials).plan) <= 4)
-    found = tuple(i for i, _ in zip(fit, range(POOLS["diagnostic"]), strict=False))
-    if len(found) < POOLS["diagnostic"]:
-        raise ValueError(f"only {len(found)} validation tasks have 2 to 4 writes with these dials; widen templates")
-    return found
 
 
 def _system() -> str:

@@ -17,8 +17,9 @@ from branchpoint.env.backoffice.desk import CARRIERS, CATEGORIES, LAST_DAY, PRIO
 
 LONGEST = 4000
 """Characters of an action beyond which it is refused unread."""
-_TEXT = r"[A-Za-z0-9_ ,.'@+-]"
-_BARE = re.compile(r"[A-Za-z0-9_.'@+,-]+")
+_PLAIN = "[A-Za-z0-9_,.'@+-]"
+_TEXT = "[A-Za-z0-9_ ,.'@+-]"
+_BARE = re.compile(f"{_PLAIN}+")
 _WORD = re.compile(r'[ \t]+([a-z_]+)=("(?:[^"\\\n]|\\.)*"|[^\s"=]+)')
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _INTEGER = re.compile(r"[+-]?[0-9]{1,12}")
@@ -53,7 +54,7 @@ class Arg:
             return f"[0-9]{{1,{len(str(self.high))}}}"
         if self.choices:
             return f"({'|'.join(self.choices)})"
-        return self.pattern or f'([A-Za-z0-9_]{{1,30}}|"{_TEXT}{{1,80}}")'
+        return self.pattern or f'({_PLAIN}{{1,80}}|"{_TEXT}{{1,80}}")'
 
     def problem(self, value: str | int) -> str:
         """Why the tool refuses a value of the right type, or ""."""
@@ -170,9 +171,7 @@ TOOLS: Mapping[str, Tool] = {
             ),
             ("customer", "order"),
         ),
-        Tool(
-            "wait", "control", "Let time pass.", (Arg("seconds", "how long", "integer", low=1, high=600),)
-        ),
+        Tool("wait", "control", "Let time pass.", (Arg("seconds", "how long", "integer", low=1, high=600),)),
         Tool("finish", "control", "End the episode once every request is served.", (Arg("summary", "what was done"),)),
     )
 }

@@ -111,8 +111,10 @@ def same(final: Desk, wanted: Desk, fixed: frozenset[str]) -> bool:
         return False
     if final.orders.keys() != wanted.orders.keys():
         return False
-    if any(_facts(final.orders[i]) != _facts(wanted.orders[i]) for i in wanted.orders):
-        return False
+    for i, order in wanted.orders.items():
+        mine = final.orders[i]
+        if mine is not order and _facts(mine) != _facts(order):
+            return False
     return _same_tickets(final.tickets, wanted.tickets, fixed)
 
 

@@ -21,7 +21,7 @@ Event = tuple[str | None, ...]
 class Episode:
     """``before``: the desk ahead of the last write, which a stale read still sees. ``repeats``: how often each event
     has met its fate. ``down``: events in outage. ``clock`` and ``open_at`` (end of a rate limit) in seconds.
-    ``over``: the episode has ended."""
+    ``over``: the episode has ended. ``actions``: the menu of this state."""
 
     desk: Desk
     before: Desk
@@ -32,6 +32,7 @@ class Episode:
     open_at: int = 0
     calls: int = 0
     over: bool = False
+    actions: tuple[str, ...] = ()
 
 
 def serve(state: Episode, call: Call, noise: Noise, dials: Dials) -> tuple[Episode, Payload, Fate | None]:
@@ -39,19 +40,19 @@ def serve(state: Episode, call: Call, noise: Noise, dials: Dials) -> tuple[Episo
 
     A call refused for its values, for a running rate limit or for an outage meets no new fate.
     """
-    state = replace(state, calls=state.calls + 1)
+    calls = state.calls + 1
     if problem := call.problem:
-        return state, error("INVALID_ARGUMENT", problem), None
+        return replace(state, calls=calls), error("INVALID_ARGUMENT", problem), None
     if call.tool == "wait":
         seconds = int(call.args["seconds"])
-        return replace(state, clock=state.clock + seconds), {"waited": seconds}, None
+        return replace(state, calls=calls, clock=state.clock + seconds), {"waited": seconds}, None
     if state.clock < state.open_at:
-        return state, _limited(state.open_at - state.clock), None
+        return replace(state, calls=calls), _limited(state.open_at - state.clock), None
     key = call.key
     if key in state.down:
-        return state, _outage(), None
+        return replace(state, calls=calls), _outage(), None
     repeat = state.repeats.get(key, 0)
-    state = replace(state, repeats={**state.repeats, key: repeat + 1})
+    state = replace(state, calls=calls, repeats={**state.repeats, key: repeat + 1})
     befallen = fate(noise, dials.p, dials.luck, key, repeat)
     if befallen is None:
         return (*_apply(state, call), None)

@@ -1,9 +1,9 @@
-"""A scripted clerk that plays from what it sees: reads before it writes, tries again, waits, and gives up on outages."""
+"""A scripted clerk that plays from what it sees: reads before it writes, tries again, waits, gives up on outages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator
+from typing import Any, TypeAlias, TypeVar
 
 from branchpoint.env.backoffice.calls import TOOLS, Call, call
 from branchpoint.env.backoffice.dials import Dials
@@ -11,6 +11,10 @@ from branchpoint.env.backoffice.render import read
 from branchpoint.env.backoffice.scenario import FREE_TEXT
 from branchpoint.env.backoffice.wording import Reading, Wish, understand
 from branchpoint.world import Step, Task
+
+T = TypeVar("T")
+Asking: TypeAlias = Generator[Call, None, T]
+"""Yields the calls whose answers it needs, in order, and returns what it found out."""
 
 
 class Impossible(Exception):
@@ -70,7 +74,7 @@ class Expert:
                 continue
         return call("finish", summary="done")
 
-    def _serve(self, wish: Wish, contact: str) -> Iterator[Call]:
+    def _serve(self, wish: Wish, contact: str) -> Asking[None]:
         """The calls that serve a wish in order; each is answered by the time the next is asked for."""
         order: str | None = wish.order
         if order is None and wish.day is not None:
@@ -78,7 +82,7 @@ class Expert:
             order = yield from self._find_order(wish, customer)
         details: dict[str, Any] = {}
         if order is not None:
-            details = yield from self._ask(call("get_order", order=order))
+            details = yield from self._details(order)
         if wish.ticket is not None:
             customer = details.get("customer") or (yield from self._find_customer(contact))
             priority, category = wish.ticket
@@ -87,7 +91,7 @@ class Expert:
         elif order is not None:
             yield from self._change(wish, order, details)
 
-    def _change(self, wish: Wish, order: str, details: dict[str, Any]) -> Iterator[Call]:
+    def _change(self, wish: Wish, order: str, details: dict[str, Any]) -> Asking[None]:
         if wish.shipment is not None:
             for item in details.get("items", ()):
                 if item["quantity"] > item["reserved"]:
@@ -108,7 +112,7 @@ class Expert:
             if due:
                 yield from self._refund(order, due, details)
 
-    def _refund(self, order: str, amount: int, details: dict[str, Any]) -> Iterator[Call]:
+    def _refund(self, order: str, amount: int, details: dict[str, Any]) -> Asking[None]:
         """A refund; after a time-out the order is read again to see whether the money left."""
         refund = call("issue_refund", order=order, amount=amount, reason=FREE_TEXT)
         text = refund.compact()
@@ -122,25 +126,29 @@ class Expert:
                 self._answers[text] = after
         yield refund
 
-    def _find_customer(self, contact: str) -> Iterator[Call]:
+    def _find_customer(self, contact: str) -> Asking[str]:
         found = yield from self._pages(call("search_customers", query=contact), "customers")
         if not found:
             raise Impossible
         return found[0]["customer"]
 
-    def _find_order(self, wish: Wish, customer: str) -> Iterator[Call]:
+    def _find_order(self, wish: Wish, customer: str) -> Asking[str]:
         rows = yield from self._pages(call("list_orders", customer=customer), "orders", wish)
         for row in rows:
             if wish.fits(row["day"], row["items"]):
                 return row["order"]
         raise Impossible
 
-    def _pages(self, first: Call, name: str, wish: Wish | None = None) -> Iterator[Call]:
+    def _pages(self, first: Call, name: str, wish: Wish | None = None) -> Asking[list[dict[str, Any]]]:
         """The rows of a list, page by page, until what is sought has come."""
         rows: list[dict[str, Any]] = []
         page: Call | None = first
+        turned: set[str] = set()
         while page is not None:
-            answer = yield from self._ask(page)
+            if page.compact() in turned:  # cut to nothing: only asking anew gets further
+                del self._answers[page.compact()]
+            turned.add(page.compact())
+            answer = yield from self._ask(page, "next_offset")
             rows += answer.get(name, ())
             if any(wish is None or wish.fits(r["day"], r["items"]) for r in rows):
                 break
@@ -148,6 +156,17 @@ class Expert:
             page = None if following is None else call(first.tool, **{**first.args, "offset": following})
         return rows
 
-    def _ask(self, step: Call) -> Iterator[Call]:
+    def _details(self, order: str) -> Asking[dict[str, Any]]:
+        """The order as first read, or nothing when it cannot be read: some wishes can be served unseen."""
+        step = call("get_order", order=order)
+        if step.compact() in self._dead:
+            return {}
+        return (yield from self._ask(step, "customer", "items", "refundable"))
+
+    def _ask(self, step: Call, *needed: str) -> Asking[dict[str, Any]]:
+        """The answer to a call, asked for again while a field that is needed is missing."""
+        text = step.compact()
+        if text in self._answers and not all(name in self._answers[text] for name in needed):
+            del self._answers[text]
         yield step
-        return self._answers[step.compact()]
+        return self._answers[text]

@@ -34,6 +34,7 @@ MIXTURES: Mapping[Mixture, tuple[Kind, ...]] = {
     "challenge": (),
 }
 RETRY_AFTER = (5, 10, 20, 30)
+_LOW = 2**40 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,10 @@ def weights(tool: str, mixture: Mixture) -> Mapping[Kind, float]:
     """The kinds that can befall a call of this tool, given that one does; sums to 1 (empty: none can)."""
     if TOOLS[tool].kind == "control":
         return {}
-    raw = {k: WEIGHTS[k] for k in MIXTURES[mixture] if _applies(k, TOOLS[tool])}
+    raw: dict[Kind, float] = {k: WEIGHTS[k] for k in MIXTURES[mixture] if _applies(k, TOOLS[tool])}
     total = sum(raw.values())
-    return {k: w / total for k, w in raw.items()}
+    shares: dict[Kind, float] = {k: w / total for k, w in raw.items()}
+    return shares
 
 
 def fate(noise: Noise, rate: float, mixture: Mixture, key: tuple[Key, ...], repeat: int) -> Fate | None:
@@ -74,7 +76,9 @@ def fate(noise: Noise, rate: float, mixture: Mixture, key: tuple[Key, ...], repe
     mix = weights(tool, mixture)
     if noise.clean or rate <= 0 or not mix:
         return None
-    happens, which, detail = noise.at("fate", *key, repeat).random(3)
+    # Three uniforms from the 128 bits of the event's own hash: a generator an event would be most of a step's cost.
+    bits = digest(noise.seed, "fate", *key, repeat)
+    happens, which, detail = (bits >> 80) / 2**48, (bits >> 40 & _LOW) / 2**40, (bits & _LOW) / 2**40
     if happens >= rate:
         return None
     kind = list(mix)[-1]
@@ -85,12 +89,12 @@ def fate(noise: Noise, rate: float, mixture: Mixture, key: tuple[Key, ...], repe
         which -= weight
     if kind == "rate_limit":
         return Fate(kind, retry_after=RETRY_AFTER[int(detail * len(RETRY_AFTER))])
-    return Fate(kind, pick=float(detail))
+    return Fate(kind, pick=detail)
 
 
 def flipped(noise: Noise, rate: float) -> bool:
     """Whether the grader reports a true success as a failure: one draw an episode."""
-    return noise.happens(rate, "grader")
+    return rate > 0 and noise.happens(rate, "grader")
 
 
 def evaluation_noise(task: Task, index: int) -> Noise:

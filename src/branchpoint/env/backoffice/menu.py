@@ -164,9 +164,7 @@ def _ship(order: str, carrier: str, day: int) -> str:
 
 def _ticket(customer: str, category: str, priority: str, summary: str, order: str | None) -> str:
     about = "" if order is None else f" order={order}"
-    return (
-        f"create_ticket customer={customer} category={category} priority={priority} summary={_quote(summary)}{about}"
-    )
+    return f"create_ticket customer={customer} category={category} priority={priority} summary={_quote(summary)}{about}"
 
 
 def _quote(text: str) -> str:

@@ -59,9 +59,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """``contact`` is how the customer is named; ``wording`` the task's own phrasing; ``plan`` the writes that serve."""
+    """``contact`` is how the customer is named; ``wording`` the task's own phrasing; ``plan`` the writes that serve,
+    ``wanted`` the desk after them."""
 
     desk: Desk
+    wanted: Desk
     customer: str
     contact: str
     requests: tuple[Request, ...]
@@ -77,15 +79,6 @@ class Scenario:
     def fixed(self) -> frozenset[str]:
         """The ticket summaries that the customer prescribed."""
         return frozenset(r.summary for r in self.requests if r.summary)
-
-    def wanted(self) -> Desk:
-        """The desk after the plan."""
-        desk = self.desk
-        for step in self.plan:
-            desk, answer = run(desk, step)
-            if "error" in answer:
-                raise AssertionError(f"the plan fails at {step.compact()}: {answer}")
-        return desk
 
 
 class Draw:
@@ -132,6 +125,15 @@ def scenario(split: str, index: int, dials: Dials) -> Scenario:
     return _scenario(split, index, plain)
 
 
+def diagnostic(dials: Dials) -> tuple[int, ...]:
+    """The first 16 validation tasks with 2 to 4 writes. Raises ValueError when the dials leave fewer."""
+    fit = (i for i in range(POOLS["validation"]) if 2 <= len(scenario("validation", i, dials).plan) <= 4)
+    found = tuple(i for i, _ in zip(fit, range(POOLS["diagnostic"]), strict=False))
+    if len(found) < POOLS["diagnostic"]:
+        raise ValueError(f"only {len(found)} validation tasks have 2 to 4 writes with these dials; widen templates")
+    return found
+
+
 class _Builder:
     def __init__(self, split: str, index: int, dials: Dials) -> None:
         self.split, self.dials = split, dials
@@ -156,7 +158,7 @@ class _Builder:
                 requests.append(request)
                 plan += steps
         contact = {"name": client.name, "email": client.email, "phone": client.phone}[d.pick(dials.contacts)]
-        return Scenario(desk, client.id, contact, tuple(requests), tuple(plan), d.below(1000))
+        return Scenario(desk, _after(desk, plan), client.id, contact, tuple(requests), tuple(plan), d.below(1000))
 
     def _products(self) -> dict[str, Product]:
         d, dials = self.draw, self.dials
@@ -245,6 +247,14 @@ class _Builder:
             base = replace(base, category=d.pick(CATEGORIES), priority=d.pick(PRIORITIES), summary=summary)
             return base if template == "ticket_order" else replace(base, order=None, described=False)
         return base
+
+
+def _after(desk: Desk, plan: Sequence[Call]) -> Desk:
+    for step in plan:
+        desk, answer = run(desk, step)
+        if "error" in answer:
+            raise AssertionError(f"the plan fails at {step.compact()}: {answer}")
+    return desk
 
 
 def _plan(request: Request, order: Order, desk: Desk) -> list[Call]:

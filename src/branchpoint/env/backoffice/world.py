@@ -30,14 +30,20 @@ class BackOffice:
 
     def __init__(self, task: Task) -> None:
         self._dials = Dials.of(task.metadata)
+        if not {"split", "index"} <= task.metadata.keys():
+            raise ValueError(f"task {task.id!r} has no split and index in its metadata; make tasks with tasks(split)")
         self._scenario = scenario(task.metadata["split"], task.metadata["index"], self._dials)
+        # The grammar is of compact calls; under the JSON style any text may be tried.
+        self._grammar = GRAMMAR if self._dials.style == "compact" else ""
         self._noise = Noise(task.seed, task.seed)
-        self._state = self._start()
+        self._message = message(self._scenario, self._dials.style, self._dials.wording)
+        self._first = self._start()
+        self._state = self._first
 
     def reset(self) -> Step:
         """The customer's message."""
-        self._state = self._start()
-        return self._show(self._message())
+        self._state = self._first
+        return self._show(self._message)
 
     def reseed(self, noise: Noise) -> None:
         """Use this luck from now on; what has befallen so far stays."""
@@ -73,7 +79,9 @@ class BackOffice:
         state, payload, fate = serve(state, call, self._noise, self._dials)
         text = render(payload, self._dials.style)
         if state.seen is not None:
-            state = replace(state, seen=state.seen.note(call, payload))
+            seen = state.seen.note(call, payload)
+            if seen is not state.seen:
+                state = replace(state, seen=seen, actions=menu(seen, self._dials.menu_size))
         self._state = state
         return self._show(text, fate=None if fate is None else fate.kind)
 
@@ -81,28 +89,25 @@ class BackOffice:
         if problem := call.problem:
             return self._answer(error("INVALID_ARGUMENT", problem))
         s = self._scenario
-        success = same(self._state.desk, s.wanted(), s.fixed)
+        success = same(self._state.desk, s.wanted, s.fixed)
         observed = success and not flipped(self._noise, self._dials.q)
         self._state = replace(self._state, over=True)
         return self._answer({"finished": "yes"}, float(observed), done=True, success=success, observed=observed)
 
     def _start(self) -> Episode:
         desk = self._scenario.desk
-        seen = Seen.first(understand(self._message())) if self._dials.menu else None
-        return Episode(desk, desk, seen)
-
-    def _message(self) -> str:
-        return message(self._scenario, self._dials.style, self._dials.wording)
+        if not self._dials.menu:
+            return Episode(desk, desk)
+        seen = Seen.first(understand(self._message))
+        return Episode(desk, desk, seen, actions=menu(seen, self._dials.menu_size))
 
     def _answer(
         self, payload: Payload, reward: float = 0.0, done: bool = False, truncated: bool = False, **info: Any
     ) -> Step:
         return self._show(render(payload, self._dials.style), reward, done, truncated, **info)
 
-    def _show(
-        self, text: str, reward: float = 0.0, done: bool = False, truncated: bool = False, **info: Any
-    ) -> Step:
+    def _show(self, text: str, reward: float = 0.0, done: bool = False, truncated: bool = False, **info: Any) -> Step:
         state, ended = self._state, done or truncated
-        actions = menu(state.seen, self._dials.menu_size) if state.seen is not None and not ended else ()
+        actions = () if ended else state.actions
         facts = {"calls": state.calls, "budget": self._scenario.budget, **info}
-        return Step(text, reward, done, truncated, actions, "" if actions or ended else GRAMMAR, facts)
+        return Step(text, reward, done, truncated, actions, self._grammar if not actions and not ended else "", facts)
