@@ -50,7 +50,8 @@ def tasks(split: str, n: int | None = None, seed: int = 0, **dials: Any) -> tupl
         pool = Draw("choice", split, seed).sample(pool, n)
     source = "validation" if split == "diagnostic" else split
     prompt = () if chosen.style == "compact" else (Message("system", _system()),)
-    return tuple(_task(source, i, chosen, prompt) for i in pool)
+    shared = chosen.json()
+    return tuple(_task(source, i, shared, prompt) for i in pool)
 
 
 def expert(task: Task) -> Expert:
@@ -58,9 +59,9 @@ def expert(task: Task) -> Expert:
     return Expert(task)
 
 
-def _task(split: str, index: int, dials: Dials, prompt: tuple[Message, ...]) -> Task:
+def _task(split: str, index: int, dials: dict[str, Any], prompt: tuple[Message, ...]) -> Task:
     name = f"backoffice/{split}/{index:04d}"
-    metadata = {"split": split, "index": index, **dials.json()}
+    metadata = {"split": split, "index": index, **dials}
     return Task(name, "backoffice", prompt, digest(0, "luck", name) >> 65, metadata)
 
 
