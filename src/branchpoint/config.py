@@ -35,8 +35,8 @@ class Sampling(Frozen):
     matches, ``none`` anything.
     """
 
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     restrict: Literal["none", "actions", "grammar"] = "none"
     greedy: bool = False
 
@@ -44,20 +44,20 @@ class Sampling(Frozen):
 class LoRA(Frozen):
     """Low-rank adapters through peft (extra ``lora``); the frozen reference is the model with the adapter off."""
 
-    rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     target_modules: str | tuple[str, ...] = "all-linear"
 
 
 class WarmStart(Frozen):
     """Supervised learning on the expert's transcripts before the first update."""
 
-    episodes: int = Field(400, ge=1, description="expert episodes per environment")
-    epochs: int = Field(6, ge=1)
-    lr: float = Field(3e-3, gt=0)
-    batch_tokens: int = Field(2048, ge=64)
-    observation_weight: float = Field(0.2, ge=0, le=1)
+    episodes: int = Field(default=400, ge=1, description="expert episodes per environment")
+    epochs: int = Field(default=6, ge=1)
+    lr: float = Field(default=3e-3, gt=0)
+    batch_tokens: int = Field(default=2048, ge=64)
+    observation_weight: float = Field(default=0.2, ge=0, le=1)
 
 
 class Model(Frozen):
@@ -82,28 +82,29 @@ class EnvSpec(Frozen):
     train: dict[str, Any] = Field(default_factory=lambda: {"split": "train", "n": 64})
     eval: dict[str, Any] = Field(default_factory=lambda: {"split": "validation", "n": 32})
     options: dict[str, Any] = Field(default_factory=dict)
-    share: float = Field(1.0, gt=0, description="relative share of the tasks of an update")
+    share: float = Field(default=1.0, gt=0, description="relative share of the tasks of an update")
 
 
 class Training(Frozen):
-    updates: int = Field(20, ge=0)
-    tasks: int = Field(8, ge=1, description="trees per update, over all environments")
-    eval_every: int = Field(5, ge=1)
-    eval_repeats: int = Field(1, ge=1, description="rollouts of each evaluation task")
-    checkpoint_every: int = Field(1, ge=1)
-    keep_checkpoints: int = Field(2, ge=1)
+    updates: int = Field(default=20, ge=0)
+    tasks: int = Field(default=8, ge=1, description="trees per update, over all environments")
+    eval_every: int = Field(default=5, ge=1)
+    eval_greedy: bool = Field(default=False, description="evaluate with the most probable action instead of sampling")
+    eval_repeats: int = Field(default=1, ge=1, description="rollouts of each evaluation task")
+    checkpoint_every: int = Field(default=1, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
 
 
 class RunConfig(Frozen):
     """Everything that determines a run. ``envs`` are trained together."""
 
     run: str = "runs/run"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     envs: tuple[EnvSpec, ...] = Field(min_length=1)
     model: Model = Model()
     sampling: Sampling = Sampling()
-    scheduler: Scheduler = Field(default_factory=Flat)
-    estimator: Estimator = Field(default_factory=Tree)
+    scheduler: Scheduler = Flat()
+    estimator: Estimator = Tree()
     learner: LearnerConfig = LearnerConfig()
     limits: Limits = Limits()
     noise: Arm = "independent"

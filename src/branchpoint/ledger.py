@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Counters since the start of the run. Counts are exact and repeatable; ``*_seconds`` are clocks and are not.
+    """Counters since the start of the run. Counts are exact and repeatable; ``*_seconds`` are clocks and are not: of
+    each, the wall time during which at least one such thing was going on.
 
-    ``generated_tokens``: sampled by the policy, those of failed branches included. ``prompt_tokens``: observations shown.
+    ``generated_tokens``: sampled by the policy, those of failed branches included. ``prompt_tokens``: observations.
     ``trained_packed`` / ``trained_flat``: tokens that went through the learner, shared ones once / once per leaf.
     """
 
@@ -34,26 +35,32 @@ class Ledger:
     generation_seconds: float = 0.0
     learning_seconds: float = 0.0
     wall_seconds: float = 0.0
+    _running: dict[str, tuple[int, float]] = field(default_factory=dict, repr=False, compare=False)
 
     @contextmanager
     def clock(self, column: str) -> Iterator[None]:
-        """Add the seconds of the block to a ``*_seconds`` column. Concurrent blocks add up to more than wall time."""
-        start = time.perf_counter()
+        """Add the seconds of the block to a ``*_seconds`` column; blocks that run at the same time count once."""
+        count, start = self._running.get(column, (0, 0.0))
+        self._running[column] = (count + 1, start if count else time.perf_counter())
         try:
             yield
         finally:
-            setattr(self, column, getattr(self, column) + time.perf_counter() - start)
+            count, start = self._running[column]
+            self._running[column] = (count - 1, start)
+            if count == 1:
+                setattr(self, column, getattr(self, column) + time.perf_counter() - start)
 
     def as_dict(self) -> dict[str, int | float]:
-        return asdict(self)
+        return {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")}
 
     def counts(self) -> dict[str, int]:
         """The repeatable columns."""
-        return {k: v for k, v in asdict(self).items() if not k.endswith("_seconds") and k != "snapshot_bytes"}
+        columns = self.as_dict().items()
+        return {k: int(v) for k, v in columns if not k.endswith("_seconds") and k != "snapshot_bytes"}
 
     def restore(self, values: dict[str, int | float]) -> None:
         """Continue from a saved ledger. Raises ValueError for an unknown column."""
-        known = {f.name for f in fields(self)}
+        known = self.as_dict()
         for name, value in values.items():
             if name not in known:
                 raise ValueError(f"ledger has no column {name!r}; columns: {', '.join(sorted(known))}")

@@ -186,6 +186,12 @@ class RunFolder:
     def started(self) -> bool:
         return (self.path / "config.yaml").exists()
 
+    def clear(self) -> None:
+        """Remove what a run has written here, and nothing else."""
+        written = ("config.yaml", "versions.json", "metrics.jsonl", "timings.jsonl", "ledger.json", "curve.png")
+        for name in (*written, "trees", "checkpoints", "reference"):
+            _remove(self.path / name)
+
     def trees_file(self, update: int) -> Path:
         return self.path / "trees" / f"{update:06d}.jsonl.zst"
 

@@ -43,7 +43,7 @@ class Course:
 @dataclass(slots=True)
 class Run:
     """The parts of a run. ``save`` writes the model in Hugging Face layout and the learner's state into a folder;
-    ``load`` reads them back."""
+    ``load`` reads the learner's state back. ``spent``: what building the parts has cost (the warm start)."""
 
     config: RunConfig
     courses: tuple[Course, ...]
@@ -54,7 +54,7 @@ class Run:
     folder: RunFolder
     save: Callable[[Path], None]
     load: Callable[[Path], None]
-    warm_start: Callable[[], None]
+    spent: Ledger
 
 
 async def train(run: Run, report: Report) -> dict[str, Any]:
@@ -62,7 +62,7 @@ async def train(run: Run, report: Report) -> dict[str, Any]:
 
     ``report`` gets one mapping per update (metrics and timings) and per evaluation (``kind`` says which).
     """
-    config, ledger = run.config, Ledger()
+    config, ledger = run.config, run.spent
     scheduler, first = _resume(run, ledger)
     noise = Noise(config.seed, config.seed)
     last: dict[str, Any] = {}
@@ -80,7 +80,9 @@ async def train(run: Run, report: Report) -> dict[str, Any]:
                 last = await evaluate(run, noise, ledger)
                 row |= last
         _record(run, update, row, ledger, clock, scheduler)
-        report(row | {"seconds": ledger.wall_seconds - clock.wall_seconds})
+        seconds = ledger.wall_seconds - clock.wall_seconds
+        tokens = ledger.generated_tokens - clock.generated_tokens
+        report(row | {"seconds": seconds, "tokens_per_second": tokens / seconds})
     return last
 
 
@@ -172,12 +174,10 @@ def _mean(values: Any) -> float:
 
 
 def _resume(run: Run, ledger: Ledger) -> tuple[Scheduler, int]:
-    """The scheduler and the first update to do: from the newest checkpoint, else from the warm start."""
+    """The scheduler and the first update to do: those after the newest checkpoint, if there is one."""
     done = run.folder.checkpoints()
     if not done:
         run.folder.rewind(-1)
-        with ledger.clock("learning_seconds"):
-            run.warm_start()
         return run.config.scheduler, 0
     state = run.folder.load_state(done[-1])
     run.load(run.folder.checkpoint(done[-1]))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree as Lines
 
+from branchpoint.advantage import Estimator
 from branchpoint.store import StoreError, read_trees
 from branchpoint.tree import Credit, RolloutTree, Segments
 
@@ -36,6 +38,16 @@ def choose(trees: list[RolloutTree], number: int | None) -> RolloutTree:
         return (len(returns) > 1, inside, -sum(len(b.turns) for b in t.branches))
 
     return max(trees, key=interest)
+
+
+def estimator(kind: str) -> object:
+    """The estimator of that kind with its defaults; None for ``none``. Raises StoreError for an unknown one."""
+    if kind == "none":
+        return None
+    try:
+        return TypeAdapter(Estimator).validate_python({"kind": kind})
+    except ValidationError:
+        raise StoreError(f"no estimator {kind!r}; try tree, rloo, grpo, dr_grpo, reinforce, bpo or none") from None
 
 
 def view(place: Path, number: int | None, credit_of: object, console: Console) -> None:

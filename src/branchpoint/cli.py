@@ -1,0 +1,100 @@
+"""The command line: ``branchpoint train | eval | view | check``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from branchpoint import __version__
+
+# Before numpy and torch start their thread pools: at these sizes more threads bring nothing and contention is costly.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="branchpoint", description="Reinforcement learning on trees of rollouts.")
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train as a YAML file says")
+    train.add_argument("config", type=Path)
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="for example training.updates=10")
+    again = train.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="go on with the run in the run folder")
+    again.add_argument("--fresh", action="store_true", help="start over in the run folder")
+
+    evaluate = commands.add_parser("eval", help="evaluate a run's newest checkpoint on held-out tasks")
+    evaluate.add_argument("run", type=Path, help="run folder")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value")
+
+    view = commands.add_parser("view", help="draw a rollout tree in the terminal")
+    view.add_argument("place", type=Path, help="run folder, or a .jsonl.zst file of trees")
+    view.add_argument("--tree", type=int, help="number of the tree in the file (default: a telling one)")
+    view.add_argument("--estimator", default="tree", help="whose credit to show: tree, rloo, grpo, bpo, ... or none")
+
+    check = commands.add_parser("check", help="run the shipped checkers")
+    check.add_argument("what", choices=("env", "sandbox", "policy", "oracles"))
+    check.add_argument("name", nargs="?", help="a built-in name, module:attribute, or for oracles a JSON file")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; errors that a user can mend end in one line and status 1."""
+    arguments = parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except Exception as e:
+        if not _expected(e):
+            raise
+        print(f"branchpoint: {' '.join(str(e).split())}", file=sys.stderr)
+        return 1
+
+
+def _run(a: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    if a.command == "train":
+        from branchpoint.command.train import train
+
+        return train(a.config, a.overrides, a.resume, a.fresh, console)
+    if a.command == "eval":
+        from branchpoint.command.train import evaluate
+
+        return evaluate(a.run, a.overrides, console)
+    if a.command == "view":
+        from branchpoint.command.view import estimator, view
+
+        view(a.place, a.tree, estimator(a.estimator), console)
+        return 0
+    from branchpoint.command.check import check
+
+    return check(a.what, a.name, console)
+
+
+def _expected(error: Exception) -> bool:
+    """Errors that name their cure; anything else is a defect and shows its traceback."""
+    from branchpoint.config import ConfigError
+    from branchpoint.store import StoreError
+    from branchpoint.world import BranchFailure
+
+    known = [ConfigError, StoreError, BranchFailure, ModuleNotFoundError]
+    models = sys.modules.get("branchpoint.policy.models")
+    if models is not None:
+        known.append(models.ModelError)
+    return isinstance(error, tuple(known))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""From a config to the parts of a run: environments, model, policy, sandbox, learner. The only place that chooses."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from branchpoint import env as envs
+from branchpoint.config import ConfigError, EnvSpec, RunConfig, Sampling
+from branchpoint.learner import Learner
+from branchpoint.ledger import Ledger
+from branchpoint.policy import chat, models, small
+from branchpoint.policy.hf import HFPolicy
+from branchpoint.policy.imitate import Transcript, imitate, texts, to_rows
+from branchpoint.sandbox.forkserver import ForkServer
+from branchpoint.store import RunFolder, StoreError, replace, write_json
+from branchpoint.train import Course, Run
+from branchpoint.world import Sandbox, Task
+
+Say = Callable[[str], None]
+Report = Callable[[Mapping[str, float]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A model with the codec that speaks its language."""
+
+    model: Any
+    tokenizer: Any
+    codec: Any
+
+
+def courses(config: RunConfig) -> tuple[Course, ...]:
+    """The environments of a run with their tasks. Raises ConfigError for a wrong name or dial."""
+    return tuple(_course(spec, i) for i, spec in enumerate(config.envs))
+
+
+def _course(spec: EnvSpec, index: int) -> Course:
+    try:
+        train = envs.tasks(spec.name, **spec.options, **spec.train)
+        held_out = envs.tasks(spec.name, **spec.options, **spec.eval)
+        make = envs.make(spec.name)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"envs.{index} ({spec.name}): {e}") from e
+    if not train or not held_out:
+        raise ConfigError(f"envs.{index} ({spec.name}): no task for train or eval; widen n, split or the dials")
+    shared = {t.id for t in train} & {t.id for t in held_out}
+    if shared:
+        raise ConfigError(f"envs.{index} ({spec.name}): {len(shared)} tasks are in train and eval, e.g. {min(shared)}")
+    return Course(spec.name, make, train, held_out, spec.share)
+
+
+def words(config: RunConfig, folder: RunFolder, ledger: Ledger, say: Say, report: Report) -> Words:
+    """The model as the run left it, or a new one (warm-started if the config says so)."""
+    done = folder.checkpoints()
+    spec = config.model
+    if done:
+        model, tokenizer = models.load(folder.checkpoint(done[-1]), spec.dtype, device=spec.device)
+        return Words(model, tokenizer, _codec(tokenizer, spec.name))
+    shown = list(transcripts(config)) if spec.warm_start or spec.name == "small" else []
+    if spec.name == "small":
+        tokenizer = small.train_tokenizer(texts(shown))
+        model = small.build(tokenizer, small.Sizes(**spec.size), config.seed).to(getattr(torch, spec.dtype))
+    else:
+        model, tokenizer = models.load(spec.name, spec.dtype, spec.lora, device=spec.device, seed=config.seed)
+    codec = _codec(tokenizer, spec.name)
+    if spec.warm_start:
+        rows = to_rows(codec, shown, restrict=config.sampling.restrict == "actions")
+        say(f"warm start: {len(rows)} expert episodes, {sum(map(len, rows)):,} tokens, {spec.warm_start.epochs} epochs")
+        with ledger.clock("learning_seconds"):
+            imitate(model, rows, codec.vocabulary, spec.warm_start, seed=config.seed, report=report)
+    return Words(model, tokenizer, codec)
+
+
+def _codec(tokenizer: Any, name: str) -> Any:
+    return chat.PlainCodec(tokenizer) if chat.ACT in tokenizer.get_added_vocab() else chat.ChatCodec(tokenizer)
+
+
+def transcripts(config: RunConfig) -> Iterator[Transcript]:
+    """Expert episodes on the training tasks of every environment: shipped ones where there are, else played here."""
+    count = config.model.warm_start.episodes if config.model.warm_start else 64
+    for spec in config.envs:
+        recorded = envs.transcripts(spec.name, **spec.options)
+        yield from islice(recorded if recorded is not None else _played(spec), count)
+
+
+def _played(spec: EnvSpec) -> Iterator[Transcript]:
+    """The expert's won episodes on the training tasks, then on more of the same split."""
+    for task in envs.tasks(spec.name, **spec.options, **(spec.train | {"n": None})):
+        turns, won = play_expert(task)
+        if won:
+            yield task, turns
+
+
+def play_expert(task: Task, limit: int = 200) -> tuple[list[tuple[Any, str]], bool]:
+    """One episode of the environment's scripted agent: the (step, action) pairs, and whether it succeeded."""
+    world, agent = envs.make(task.root)(task), envs.expert(task)
+    try:
+        step, turns = world.reset(), []
+        while not (step.done or step.truncated) and len(turns) < limit:
+            action = agent.act(step)
+            turns.append((step, action))
+            step = world.step(action)
+        return turns, bool(step.info.get("success", step.reward > 0))
+    finally:
+        world.close()
+
+
+@contextmanager
+def run(config: RunConfig, folder: RunFolder, say: Say, report: Report) -> Iterator[Run]:
+    """All parts, wired; the sandbox and the engines are closed at the end."""
+    ledger, start = Ledger(), time.perf_counter()
+    lessons = courses(config)
+    parts = words(config, folder, ledger, say, report)
+    settings = config.learner.model_copy(
+        update={"temperature": config.sampling.temperature, "vocabulary": parts.codec.vocabulary}
+    )
+    learner = Learner(parts.model, settings, _reference(config, folder, parts))
+    ledger.wall_seconds = time.perf_counter() - start
+
+    def save(path: Path) -> None:
+        models.save(parts.model, parts.tokenizer, path, {"run": folder.path.name, "updates": learner.updates})
+        torch.save(learner.state_dict(), path / "learner.pt")
+
+    def load(path: Path) -> None:
+        try:
+            learner.load_state_dict(torch.load(path / "learner.pt", weights_only=True))
+        except (OSError, RuntimeError, EOFError, ValueError) as e:
+            raise StoreError(f"{path}: the learner's state cannot be read ({e}); remove this checkpoint, resume") from e
+
+    def policy(sampling: Sampling) -> HFPolicy:
+        return HFPolicy(parts.model, parts.codec, sampling, context=config.limits.context_tokens)
+
+    greedy = config.sampling.model_copy(update={"greedy": True})
+    yield Run(
+        config=config,
+        courses=lessons,
+        policy=policy(config.sampling),
+        eval_policy=policy(greedy if config.training.eval_greedy else config.sampling),
+        sandbox=sandbox(config),
+        learner=learner,
+        folder=folder,
+        save=save,
+        load=load,
+        spent=ledger,
+    )
+
+
+def sandbox(config: RunConfig) -> Sandbox:
+    """The sandbox that the config names."""
+    if config.sandbox == "process":
+        return ForkServer()
+    from branchpoint.sandbox.inprocess import InProcess
+    from branchpoint.sandbox.replay import Replay
+
+    return InProcess() if config.sandbox == "state" else Replay()
+
+
+def _reference(config: RunConfig, folder: RunFolder, parts: Words) -> Any:
+    """What the KL penalty pulls towards: the model before the first update, kept beside the checkpoints."""
+    place = folder.path / "reference"
+    if config.learner.kl == 0 or config.model.lora is not None:
+        return None
+    if not folder.checkpoints():
+        replace(place, lambda p: models.save(parts.model, parts.tokenizer, p))
+    return models.load(place, config.model.dtype, device=config.model.device)[0]
+
+
+def versions() -> dict[str, str]:
+    """What the run was made with."""
+    from importlib.metadata import PackageNotFoundError, version
+    from platform import machine, python_version
+
+    found = {"python": python_version(), "machine": machine()}
+    for name in ("branchpoint", "numpy", "torch", "transformers", "tokenizers", "peft", "alfworld", "textworld"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def prepare(config: RunConfig, text: str, folder: RunFolder, resume: bool, fresh: bool) -> None:
+    """Make the run folder ready. Raises StoreError rather than mix two runs."""
+    saved = folder.path / "config.yaml"
+    if folder.started and not (resume or fresh):
+        raise StoreError(
+            f"{folder.path} holds a run: --resume goes on with it, --fresh starts over, run=... goes elsewhere"
+        )
+    if resume and not folder.started:
+        raise StoreError(f"{folder.path} holds no run to resume; leave --resume out to start one")
+    if resume and saved.read_text(encoding="utf-8") != text:
+        raise StoreError(f"{saved} differs from this config: resume with the same settings, or start over with --fresh")
+    if fresh:
+        folder.clear()
+    if not resume:
+        replace(saved, lambda p: p.write_text(text, encoding="utf-8"))
+        write_json(folder.path / "versions.json", json.loads(json.dumps(versions())))

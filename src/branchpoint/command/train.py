@@ -1,0 +1,119 @@
+"""``branchpoint train`` and ``branchpoint eval``."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from branchpoint import config as configs
+from branchpoint import train as loop
+from branchpoint.command import build
+from branchpoint.command.screen import Screen
+from branchpoint.command.view import choose, draw
+from branchpoint.config import RunConfig
+from branchpoint.noise import Noise
+from branchpoint.plot import learning_curve
+from branchpoint.store import RunFolder, StoreError, read_trees
+from branchpoint.world import settle
+
+
+def train(path: Path, overrides: list[str], resume: bool, fresh: bool, console: Console) -> int:
+    """Train as the file says. Returns the exit status: 0 when done, 130 after Ctrl-C."""
+    config = configs.load(path, overrides)
+    folder = RunFolder(config.run)
+    screen = Screen(console, config.training.updates)
+    with folder.locked():
+        build.prepare(config, configs.dump(config), folder, resume, fresh)
+        screen.say(describe(config))
+        try:
+            with build.run(config, folder, screen.say, screen.warm_start) as run:
+                done = folder.checkpoints()
+                with screen.bar(done[-1] if done else 0):
+                    asyncio.run(_train(run, screen))
+        except KeyboardInterrupt:
+            rows = folder.rows("metrics.jsonl")
+            last = f"after update {rows[-1]['update']}" if rows else "before the first update"
+            screen.say(f"stopped {last}; go on with: branchpoint train {path} {' '.join(overrides)} --resume")
+            return 130
+        _close(config, folder, screen)
+    return 0
+
+
+async def _train(run: loop.Run, screen: Screen) -> None:
+    stop_cleanly()
+    try:
+        await loop.train(run, screen.update)
+    finally:
+        await settle(run.sandbox.close())
+
+
+def stop_cleanly() -> None:
+    """Ctrl-C and a polite kill cancel the run where it waits; nothing half-written stays."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+def describe(config: RunConfig) -> str:
+    """One paragraph that says what is about to happen."""
+    s, t = config.scheduler, config.training
+    names = ", ".join(e.name for e in config.envs)
+    return (
+        f"Training [bold]{config.model.name}[/bold] on [bold]{names}[/bold]: {t.updates} updates of {t.tasks} trees "
+        f"(scheduler {s.kind}, {s.roots} roots; estimator {config.estimator.kind}; noise {config.noise}). "
+        f"Run folder: {config.run}"
+    )
+
+
+def _close(config: RunConfig, folder: RunFolder, screen: Screen) -> None:
+    rows = folder.rows("metrics.jsonl")
+    curve = folder.path / "curve.png"
+    learning_curve(rows, curve)
+    for update in range(config.training.updates, 0, -1):
+        trees = list(read_trees(folder.trees_file(update)))
+        drawn = choose(trees, None)
+        if len({drawn.total_reward(b.id) for b in drawn.scored}) > 1 or update == 1:
+            screen.say(f"\nA rollout tree of update {update}:")
+            draw(drawn, config.estimator, screen.console)
+            break
+    screen.summary(rows, _ledger(folder))
+    screen.say(f"learning curve: {curve}\nall trees: branchpoint view {folder.path}")
+
+
+def _ledger(folder: RunFolder) -> dict[str, Any]:
+    import json
+
+    return json.loads((folder.path / "ledger.json").read_text(encoding="utf-8"))
+
+
+def evaluate(path: Path, overrides: list[str], console: Console) -> int:
+    """Evaluate the newest checkpoint of a run folder on its held-out tasks (other ones by overrides)."""
+    folder = RunFolder(path)
+    if not folder.started:
+        raise StoreError(f"{path}: not a run folder (no config.yaml in it)")
+    if not folder.checkpoints():
+        raise StoreError(f"{path}: holds no complete checkpoint; train first, or go on with --resume")
+    config = configs.load(path / "config.yaml", overrides)
+    screen = Screen(console, 0)
+    with build.run(config, folder, screen.say, screen.warm_start) as run:
+        result = asyncio.run(_evaluate(run))
+    for name, value in result.items():
+        screen.say(f"{name.removeprefix('eval/')}: {value:.1%} of {len_of(run, name)} rollouts succeed")
+    return 0
+
+
+async def _evaluate(run: loop.Run) -> dict[str, Any]:
+    try:
+        return await loop.evaluate(run, Noise(run.config.seed, run.config.seed), run.spent)
+    finally:
+        await settle(run.sandbox.close())
+
+
+def len_of(run: loop.Run, name: str) -> int:
+    """The number of evaluation rollouts of one environment."""
+    course = next(c for c in run.courses if f"eval/{c.name}" == name)
+    return len(course.eval) * run.config.training.eval_repeats

@@ -1,0 +1,123 @@
+"""A run that is killed again and again ends with the same bytes as one that never was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+seed: 3
+envs:
+  - name: backoffice
+    options: {requests: 1, templates: [cancel_unpaid, ticket_order], contacts: [name], described: 0.0, customers: 2,
+              orders: 2, products: 3, items: 1, ids: 40, price_step: 500, fixed_summaries: 0.0, style: compact,
+              menu: true, menu_size: 20, p: 0.2}
+    train: {split: train, n: 12}
+    eval: {split: validation, n: 3}
+model: {name: small, size: {width: 32, layers: 1, heads: 2, hidden: 64}, warm_start: {episodes: 8, epochs: 1}}
+sampling: {restrict: actions}
+scheduler: {kind: threshold, roots: 2, width: 2, max_forks: 1}
+learner: {lr: 1.0e-3, kl: 0.01, epochs: 2}
+limits: {turns: 6, action_tokens: 20, context_tokens: 768}
+training: {updates: 6, tasks: 3, eval_every: 3}
+"""
+
+# Imports once, then runs each attempt in a forked child, so that an attempt costs no interpreter start. The parent
+# never computes with torch. Arguments: config, run folder, then the delays (seconds) after which it is killed.
+DRIVER = """
+import os, signal, sys, time
+from pathlib import Path
+from rich.console import Console
+from branchpoint.command.train import train
+
+config, run, *delays = sys.argv[1:]
+for i, delay in enumerate([*delays, None]):
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        resume = (Path(run) / "config.yaml").exists()
+        code = train(Path(config), [f"run={run}"], resume, False, Console(file=open(os.devnull, "w")))
+        os._exit(code)
+    if delay is not None:
+        end = time.monotonic() + float(delay)
+        while time.monotonic() < end and os.waitpid(pid, os.WNOHANG) == (0, 0):
+            time.sleep(0.01)
+        else:
+            if time.monotonic() < end:
+                print("finished", flush=True)
+                sys.exit(3)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        done = sorted(p.name for p in (Path(run) / "checkpoints").glob("[0-9]*"))
+        print("killed", done[-1] if done else "-", flush=True)
+    else:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def drive(folder: Path, run: str, delays: list[float]) -> list[str]:
+    config = folder / "c.yaml"
+    config.write_text(CONFIG)
+    arguments = [sys.executable, "-c", DRIVER, str(config), str(folder / run), *map(str, delays)]
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout
+    return done.stdout.splitlines()
+
+
+def result(run: Path) -> dict[str, bytes]:
+    files = [run / "metrics.jsonl", *sorted((run / "trees").iterdir())]
+    return {p.name: p.read_bytes() for p in files}
+
+
+def test_killed_at_ten_moments_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
+    drive(tmp_path, "whole", [])
+    # The delays walk through the start, the warm start, generation, learning and saving; every attempt that gets past
+    # one update moves the next ones further. They are spread, not measured, so the test holds on slow machines too.
+    delays = [0.4, 1.1, 1.6, 2.2, 0.7, 2.9, 1.9, 3.1, 2.5, 3.7, 1.3]
+    killed = drive(tmp_path, "broken", delays)
+    assert sum(line.startswith("killed") for line in killed) >= 10
+    whole, broken = result(tmp_path / "whole"), result(tmp_path / "broken")
+    assert list(whole) == list(broken)
+    for name in whole:
+        assert whole[name] == broken[name], f"{name} differs after {killed}"
+    left = list((tmp_path / "broken").rglob(".*.partial"))
+    assert left == []
+
+
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(CONFIG.replace("updates: 6", "updates: 500"))
+    command = [sys.executable, "-m", "branchpoint.cli", "train", str(config), f"run={tmp_path / 'r'}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("update   2"):
+                process.send_signal(signal.SIGINT)
+                break
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 130, err
+        assert "--resume" in out
+        assert "Traceback" not in err
+    assert (tmp_path / "r" / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize("flag", [[], ["--resume"]])
+def test_a_run_folder_is_never_mixed(tmp_path: Path, flag: list[str]) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(CONFIG)
+    run = tmp_path / "r"
+    run.mkdir()
+    (run / "config.yaml").write_text("something else")
+    command = [sys.executable, "-m", "branchpoint.cli", "train", str(config), f"run={run}", *flag]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "--fresh" in done.stderr
+    assert (run / "config.yaml").read_text() == "something else"
