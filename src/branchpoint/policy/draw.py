@@ -109,7 +109,7 @@ def _pick(
         best = (logp == logp.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1, keepdim=True)
         keep = torch.zeros_like(keep).scatter_(1, best, True)
     elif top_p < 1.0:
-        ordered, at = logp.exp().sort(-1, descending=True, stable=True)
+        ordered, at = logp.exp().sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1).roll(1, -1)
         before[:, 0] = 0.0
         keep &= torch.zeros_like(keep).scatter_(1, at, before < top_p)
