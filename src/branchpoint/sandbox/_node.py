@@ -144,6 +144,7 @@ class Node(Server):
     def __init__(self, sock: socket.socket, reaper: Reaper, world: World) -> None:
         super().__init__(sock, reaper)
         self.world = world
+        self.settled = False
         self.frozen = False  # a snapshot: its state passed the guard and no longer changes
 
     def start(self) -> NoReturn:
@@ -202,7 +203,8 @@ class Node(Server):
                 stream.flush()
             except (OSError, ValueError, AttributeError):
                 continue  # the world closed or replaced it
-        if not gc.get_freeze_count():
+        if not self.settled:
+            self.settled = True
             gc.freeze()
 
     def _replay(self, log: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -239,6 +241,7 @@ class Zygote(Server):
 
     def __init__(self, sock: socket.socket, reaper: Reaper) -> None:
         super().__init__(sock, reaper)
+        self.settled = False
         self.threaded = ""  # the module whose import left a thread running
         self.main: tuple[str, str] | None = None
 
@@ -287,9 +290,7 @@ class Zygote(Server):
         except BranchFailure:
             os.close(fd)
             raise
-        if not gc.get_freeze_count():
-            gc.collect()
-            gc.freeze()
+        self._settle()
         child = self.fork(fd)
         if child:
             self.answer(child)
@@ -305,6 +306,16 @@ class Zygote(Server):
             self.end()
         # A reaper of its own: the zygote's inherits all orphans, a node waits for its own forks only.
         Node(self.sock, Reaper(self.reaper.pipe), world).start()
+
+    def _settle(self) -> None:
+        """Before the first fork: everything that each child would otherwise do anew, or touch."""
+        if not self.settled:
+            self.settled = True
+            generator = random.getstate()
+            _drive.seed_globals(Noise())  # imports numpy.random
+            random.setstate(generator)
+            gc.collect()
+            gc.freeze()
 
     def _builder(self, make: bytes, main: tuple[str, str] | None, path: list[str]) -> Any:
         """What builds the world. Its module is imported here, once, and inherited by every worker."""
