@@ -90,7 +90,7 @@ class Grpo(_Strategy):
     """
 
     kind: Literal["grpo"] = "grpo"
-    eps: float = Field(1e-4, gt=0.0)
+    eps: float = Field(default=1e-4, gt=0.0)
 
     def credit(self, segments: Segments) -> Credit:
         """[N] credit."""
@@ -108,10 +108,10 @@ class Bpo(_Strategy):
     Eq. 4: a parent's segment before the fork receives lam^(turns between) A^(0), summed over the later forks.
     Eq. 5 at ratio 1: g = (1/Z) sum over segments of A S. Shapes: A [S].
 
-    A segment that starts at a fork receives Eq. 3 alone. Two points of the text are open and are options. ``post``: what the segments after a fork's first one receive:
-    nothing (``none``) or their rollout's local advantage (``inherit``). ``normaliser``: Z = 1 (``sum``), the number of
-    leaves (``leaves``) or of sampled tokens (``pairs``). A fork at the first token is the root group. Every branch is
-    the backbone of what was forked from it.
+    A segment that starts at a fork receives Eq. 3 alone. Two points of the text are open and are options. ``post``:
+    what the segments after a fork's first one receive: nothing (``none``) or their rollout's local advantage
+    (``inherit``). ``normaliser``: Z = 1 (``sum``), the number of leaves (``leaves``) or of sampled tokens (``pairs``).
+    A fork at the first token is the root group. Every branch is the backbone of what was forked from it.
 
     Biased when: always, on whatever precedes the first fork. Eq. 4 carries no signal: given the history up to the fork
     A^(0) has mean zero whatever came before, so the propagated term has mean zero for every lam and every MDP, and the
@@ -174,32 +174,31 @@ class Tree(_Strategy):
 
     kind: Literal["tree"] = "tree"
     gamma: Fraction | Annotated[tuple[Fraction, ...], Field(min_length=1)] = 0.5
-    baseline_scale: float = Field(1.0, ge=0.0, allow_inf_nan=False)
+    baseline_scale: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
 
     def credit(self, segments: Segments) -> Credit:
         """[N] credit. Raises ValueError when a fork looked ahead."""
         _refuse_look_ahead(segments, self.kind)
         full = full_returns(segments)
-        advantage = _rounded(full - self.baseline_scale * self.baseline(segments), full)
+        advantage = _rounded(full - self.baseline_scale * self.baseline(segments, full), full)
         return Credit.of(segments, advantage, trained_mass(segments))
 
-    def baseline(self, segments: Segments) -> Array:
-        """[S] b_e, in full-return form (see the class)."""
-        full = full_returns(segments)
-        base, level = np.zeros(len(full)), np.zeros(len(full), int)
-        for parent, children in enumerate(segments.children()):
-            group = list(children)
+    def baseline(self, segments: Segments, full: Array) -> Array:
+        """[S] b_e from the full returns [S] (see the class)."""
+        value = full.tolist()
+        base, level = [0.0] * len(value), [0] * len(value)
+        for parent, group in enumerate(segments.children()):
             if len(group) < 2:
-                base[group], level[group] = base[parent], level[parent]
+                for c in group:
+                    base[c], level[c] = base[parent], level[parent]
                 continue
-            others = full[group] - _leave_one_out_difference(full[group])
-            if parent == 0:
-                base[group] = others
-                continue
-            gamma = self._gamma(int(level[parent]))
-            base[group] = gamma * others + (1.0 - gamma) * base[parent]
-            level[group] = level[parent] + 1
-        return base
+            gamma = self._gamma(level[parent]) if parent else 1.0
+            total = sum(value[c] for c in group)
+            for c in group:
+                others = (total - value[c]) / (len(group) - 1)
+                base[c] = gamma * others + (1.0 - gamma) * base[parent]
+                level[c] = level[parent] + (parent > 0)
+        return np.array(base)
 
     def _gamma(self, level: int) -> float:
         if isinstance(self.gamma, tuple):
@@ -222,15 +221,15 @@ def trained_mass(segments: Segments) -> Array:
     Equal to ``segments.mass`` when all branches are trained. Value-only siblings take no weight: which branches are
     trained is part of the design, so the weights of the others are known beforehand and still sum to 1.
     """
-    carries = segments.sum_up(segments.trained.astype(float)) > 0
-    count = np.zeros(len(carries))
-    inner = segments.parent >= 0
-    np.add.at(count, segments.parent[inner & carries], 1.0)
-    mass = np.ones(len(carries))
-    for s in range(1, len(mass)):
-        above = segments.parent[s]
-        mass[s] = mass[above] / count[above] if carries[s] else 0.0
-    return mass
+    carries = (segments.sum_up(segments.trained.astype(float)) > 0).tolist()
+    parent = segments.parent.tolist()
+    count = [0] * len(parent)
+    for s in range(1, len(parent)):
+        count[parent[s]] += carries[s]
+    mass = [1.0] * len(parent)
+    for s in range(1, len(parent)):
+        mass[s] = mass[parent[s]] / count[parent[s]] if carries[s] else 0.0
+    return np.array(mass)
 
 
 def _refuse_look_ahead(segments: Segments, kind: str) -> None:

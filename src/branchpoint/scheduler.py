@@ -49,7 +49,7 @@ from branchpoint.watch import (
 class _Strategy(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     predictable: ClassVar[bool] = True
-    roots: int = Field(4, ge=1)
+    roots: int = Field(default=4, ge=1)
 
     def update(self, trees: Sequence[RolloutTree]) -> Self:
         """The scheduler for the next batch, given this one. Pure: only *earlier* batches may steer a scheduler."""
@@ -131,7 +131,7 @@ class Fixed(_Forking):
     at: Annotated[tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...], Field(min_length=1)] = (0.5,)
     width: Width | tuple[Width, ...] = 2
     unit: Unit = "turn"
-    expected: float = Field(10.0, gt=0.0, allow_inf_nan=False)
+    expected: float = Field(default=10.0, gt=0.0, allow_inf_nan=False)
     adapt: bool = True
     nested: bool = True
 
@@ -172,8 +172,8 @@ class Fixed(_Forking):
 class _Counted(_Forking):
     """Schedulers with one width and a largest number of forks."""
 
-    width: int = Field(2, ge=1)
-    max_forks: int = Field(1, ge=1)
+    width: int = Field(default=2, ge=1)
+    max_forks: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _wide(self) -> Self:
@@ -190,9 +190,9 @@ class Threshold(_Counted):
     """
 
     kind: Literal["threshold"] = "threshold"
-    threshold: float | None = Field(None, allow_inf_nan=False)
-    quantile: float | None = Field(0.8, ge=0.0, le=1.0)
-    spacing: int = Field(0, ge=0)
+    threshold: float | None = Field(default=None, allow_inf_nan=False)
+    quantile: float | None = Field(default=0.8, ge=0.0, le=1.0)
+    spacing: int = Field(default=0, ge=0)
     entropy: Literal["first_token"] = "first_token"
 
     @model_validator(mode="after")
@@ -233,7 +233,7 @@ class Random(_Counted):
 
     kind: Literal["random"] = "random"
     probability: float = Field(gt=0.0, le=1.0)
-    spacing: int = Field(0, ge=0)
+    spacing: int = Field(default=0, ge=0)
 
     def _open(self, start: Start, nested: bool, noise: Noise) -> Watch:
         def rule(c: Candidate) -> Point | None:
@@ -268,7 +268,7 @@ class _LookAhead(_Counted):
     """Ranks the positions of a finished branch. Biased (THEORY A.4); for comparison."""
 
     predictable: ClassVar[bool] = False
-    spacing: int = Field(64, ge=0)
+    spacing: int = Field(default=64, ge=0)
     entropy: EntropyOf = "first_token"
 
     @model_validator(mode="after")

@@ -210,32 +210,31 @@ class Segments:
     def children(self) -> tuple[tuple[int, ...], ...]:
         """[S] the children of each segment in order."""
         out: list[list[int]] = [[] for _ in self.parent]
-        for s, p in enumerate(self.parent):
+        for s, p in enumerate(self.parent.tolist()):
             if p >= 0:
                 out[p].append(s)
         return tuple(map(tuple, out))
 
     def sum_up(self, values: Array) -> Array:
         """[S] of every segment, the sum of ``values`` over its subtree, itself included."""
-        out = np.array(values, dtype=np.float64)
+        out, parent = np.asarray(values, dtype=np.float64).tolist(), self.parent.tolist()
         for s in range(len(out) - 1, 0, -1):
-            out[self.parent[s]] += out[s]
-        return out
+            out[parent[s]] += out[s]
+        return np.array(out, dtype=np.float64)
 
     def mean_up(self, values: Array) -> Array:
         """[S] of every segment, its value plus the *mean* over its children of theirs: U_e = r_e + mean of U_child."""
-        out = np.array(values, dtype=np.float64)
-        kappa = self.kappa
+        out, parent, kappa = np.asarray(values, dtype=np.float64).tolist(), self.parent.tolist(), self.kappa.tolist()
         for s in range(len(out) - 1, 0, -1):
-            out[self.parent[s]] += out[s] / kappa[self.parent[s]]
-        return out
+            out[parent[s]] += out[s] / kappa[parent[s]]
+        return np.array(out, dtype=np.float64)
 
     def sum_down(self, values: Array) -> Array:
         """[S] of every segment, the sum of ``values`` over its path from the root, itself included."""
-        out = np.array(values, dtype=np.float64)
+        out, parent = np.asarray(values, dtype=np.float64).tolist(), self.parent.tolist()
         for s in range(1, len(out)):
-            out[s] += out[self.parent[s]]
-        return out
+            out[s] += out[parent[s]]
+        return np.array(out, dtype=np.float64)
 
     @property
     def mass(self) -> Array:
