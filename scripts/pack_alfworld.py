@@ -20,6 +20,9 @@ from typing import Any
 
 from branchpoint.env._alfworld_data import write_pack
 
+BLOCK = 40
+"""Games in one xz stream of a pack: the smaller, the faster one game is read, and the larger the pack."""
+
 FIELDS = ("task_type", "pddl_params", "scene", "turk_annotations", "pddl_problem")
 
 
@@ -54,8 +57,9 @@ def main() -> None:
         for row in sorted(rows, key=lambda row: (row["scene"]["scene_num"], row["task"], row["trial"])):
             packs[row["task_type"]].append({"id": f"{row['task']}/{row['trial']}", **{key: row[key] for key in FIELDS}})
         for task_type, pack in sorted(packs.items()):
-            write_pack(options.out / f"{split}-{task_type}.jsonl.xz", pack)
-            index += [{"id": row["id"], "split": split, "task_type": task_type} for row in pack]
+            places = write_pack(options.out / f"{split}-{task_type}.jsonl.xz", pack, BLOCK)
+            for row, place in zip(pack, places, strict=True):
+                index.append({"id": row["id"], "split": split, "task_type": task_type, "place": place})
     write_pack(options.out / "games.jsonl.xz", sorted(index, key=lambda row: (row["split"], row["id"])))
     table = json.dumps(containers(splits["train"]), indent=0, separators=(",", ":"))
     (options.out / "containers.json").write_text(table + "\n", encoding="utf-8")

@@ -24,16 +24,16 @@ TYPES = ("pick_and_place_simple", "look_at_obj_in_light")
 def record(path: Path, games: int, repeats: int, minutes: float, cache: str | None) -> None:
     """Append episodes to a file, game by game."""
     path.touch()
-    known = {row["id"] for row in map(json.loads, path.read_text().splitlines())}
+    known = {(row["id"], row["seed"]) for row in map(json.loads, path.read_text().splitlines())}
     end = time.monotonic() + 60 * minutes
     for task in alfworld.tasks("train", games, 0, TYPES, style="compact", drop=True, max_steps=30, cache=cache):
-        if task.id in known:
-            continue
         if time.monotonic() > end:
             return
-        lines = [json.dumps(alfworld.episode_row(episode)) + "\n" for episode in alfworld.record([task], repeats)]
-        with path.open("a") as file:
-            file.write("".join(lines))
+        for seed in range(repeats):
+            if (task.id, seed) not in known:
+                (episode,) = alfworld.record([replace(task, seed=seed)])
+                with path.open("a") as file:
+                    file.write(json.dumps(alfworld.episode_row(episode)) + "\n")
 
 
 def pack(path: Path, out: Path) -> None:

@@ -25,11 +25,12 @@ GAME_FIELDS = ("id", "task_type", "pddl_params", "scene", "turk_annotations", "p
 
 
 class Entry(NamedTuple):
-    """One line of the index."""
+    """One line of the index; ``place``: first byte and bytes of the xz stream that holds the game in its pack."""
 
     id: str
     split: str
     task_type: str
+    place: tuple[int, int]
 
 
 def folder() -> Path:
@@ -37,45 +38,62 @@ def folder() -> Path:
     return Path(str(files("branchpoint.env") / "data" / "alfworld"))
 
 
-def read_pack(path: Path, fields: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
-    """The rows of a ``.jsonl.xz`` file. Raises EnvironmentFailure naming file, line and what is wrong with it."""
+def _lines(path: Path, start: int = 0, length: int = -1) -> list[str]:
+    """The lines of an ``.xz`` text file, or of some bytes of it. Raises EnvironmentFailure naming the file."""
     try:
-        lines = lzma.decompress(path.read_bytes()).decode().splitlines()
+        with path.open("rb") as file:
+            file.seek(start)
+            return lzma.decompress(file.read(length)).decode().splitlines()
     except FileNotFoundError:
         raise EnvironmentFailure(f"ALFWorld pack {path.name} is missing from {path.parent}") from None
     except (lzma.LZMAError, UnicodeDecodeError) as error:
         raise EnvironmentFailure(f"ALFWorld pack {path.name} is damaged ({error}): install the package again") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise EnvironmentFailure(f"ALFWorld pack {path.name}, line {number}: not JSON ({error})") from None
-        missing = [field for field in fields if not isinstance(row, dict) or field not in row]
-        if missing:
-            raise EnvironmentFailure(f"ALFWorld pack {path.name}, line {number}: no field {', '.join(missing)}")
-        rows.append(row)
-    return tuple(rows)
 
 
-def write_pack(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as ``.jsonl.xz``, in their order."""
-    text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 64 << 20}]
-    path.write_bytes(lzma.compress(text.encode(), format=lzma.FORMAT_XZ, filters=filters))
+def _row(line: str, fields: tuple[str, ...], path: Path, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise EnvironmentFailure(f"ALFWorld pack {path.name}, line {number}: not JSON ({error})") from None
+    missing = [field for field in fields if not isinstance(row, dict) or field not in row]
+    if missing:
+        raise EnvironmentFailure(f"ALFWorld pack {path.name}, line {number}: no field {', '.join(missing)}")
+    return row
+
+
+def read_pack(path: Path, fields: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
+    """The rows of a ``.jsonl.xz`` file. Raises EnvironmentFailure naming file, line and what is wrong with it."""
+    return tuple(_row(line, fields, path, number) for number, line in enumerate(_lines(path), 1))
+
+
+def write_pack(path: Path, rows: Iterable[Mapping[str, Any]], block: int | None = None) -> list[tuple[int, int]]:
+    """Write rows as ``.jsonl.xz``, in their order, as one xz stream for every ``block`` rows (one in all when None).
+
+    Returns, for every row, the place of its stream in the file (first byte, bytes), so that it can be read alone.
+    """
+    lines = [json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows]
+    size = block or max(1, len(lines))
+    streams, places, start = [], [], 0
+    for first in range(0, len(lines), size):
+        part = lines[first : first + size]
+        text = "".join(part).encode()
+        window = max(1 << 16, min(64 << 20, len(text)))
+        filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": window}]
+        streams.append(lzma.compress(text, format=lzma.FORMAT_XZ, filters=filters))
+        places += [(start, len(streams[-1]))] * len(part)
+        start += len(streams[-1])
+    path.write_bytes(b"".join(streams))
+    return places
 
 
 @functools.cache
 def index() -> Mapping[str, Entry]:
     """All 3,827 games by id, ordered by split and id."""
     rows = read_pack(folder() / "games.jsonl.xz", Entry._fields)
-    return {row["id"]: Entry(row["id"], row["split"], row["task_type"]) for row in rows}
+    return {row["id"]: Entry(row["id"], row["split"], row["task_type"], tuple(row["place"])) for row in rows}
 
 
-@functools.lru_cache(maxsize=4)
-def _pack(split: str, task_type: str) -> Mapping[str, dict[str, Any]]:
-    rows = read_pack(folder() / f"{split}-{task_type}.jsonl.xz", GAME_FIELDS)
-    return {row["id"]: row for row in rows}
+_block = functools.lru_cache(maxsize=4)(_lines)
 
 
 def game(game_id: str) -> dict[str, Any]:
@@ -83,7 +101,12 @@ def game(game_id: str) -> dict[str, Any]:
     entry = index().get(game_id)
     if entry is None:
         raise EnvironmentFailure(f"unknown ALFWorld game {game_id!r}: take ids from branchpoint.env.alfworld.tasks()")
-    return _pack(entry.split, entry.task_type)[game_id]
+    path = folder() / f"{entry.split}-{entry.task_type}.jsonl.xz"
+    head = f'{{"id":{json.dumps(game_id)},'
+    for number, line in enumerate(_block(path, *entry.place), 1):
+        if line.startswith(head):
+            return _row(line, GAME_FIELDS, path, number)
+    raise EnvironmentFailure(f"ALFWorld pack {path.name} lacks game {game_id}: install the package again")
 
 
 @functools.cache

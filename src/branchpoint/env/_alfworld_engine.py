@@ -62,7 +62,8 @@ def _packages() -> _Packages:
         if before is None:
             os.environ.pop("ALFWORLD_DATA", None)
     domain, grammar = (Path(path).read_text() for path in (info.ALFRED_PDDL_PATH, info.ALFRED_TWL2_PATH))
-    found = _Packages(domain, grammar, gdict, logic, textgen, Rule, EntityInfo, Demangler, fast_downward, fast_downward.pddl2sas)
+    plain = fast_downward.pddl2sas
+    found = _Packages(domain, grammar, gdict, logic, textgen, Rule, EntityInfo, Demangler, fast_downward, plain)
     _memoise(found)
     return found
 

@@ -98,7 +98,7 @@ class Explorer:
             seen = [self._containers.get(item, {}).get(kind(place), 0) for item in wanted]
             share = sum(n / t for n, t in zip(seen, total, strict=True)) / alike
             weights.append(1.0 if self._order == "random" else share + 0.002)
-        clocks = self._noise.private("order").exponential(size=len(self._places)) / weights
+        clocks = self._noise.at("order").exponential(size=len(self._places)) / weights
         return [self._places[i] for i in clocks.argsort(kind="stable")]
 
     def _remember(self, step: Step) -> None:
