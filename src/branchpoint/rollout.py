@@ -96,12 +96,12 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    turns: int = Field(30, ge=1)
-    action_tokens: int = Field(64, ge=1)
-    context_tokens: int = Field(2048, ge=8)
-    step_seconds: float = Field(60.0, gt=0)
-    retries: int = Field(2, ge=0)
-    live: int = Field(256, ge=1)
+    turns: int = Field(default=30, ge=1)
+    action_tokens: int = Field(default=64, ge=1)
+    context_tokens: int = Field(default=2048, ge=8)
+    step_seconds: float = Field(default=60.0, gt=0)
+    retries: int = Field(default=2, ge=0)
+    live: int = Field(default=256, ge=1)
 
 
 @dataclass(slots=True, eq=False)
@@ -325,7 +325,7 @@ class _Tree:
             )
         noise = b.noise.child("turn", b.turn)
         with self.ledger.clock("generation_seconds"):
-            action = await session.act(observation, step, noise, room, shared if forked else None)
+            action = await session.act(observation, step, noise, len(shared) + room, shared if forked else None)
         self.ledger.prompt_tokens += len(observation)
         self.ledger.generated_tokens += len(action.tokens)
         return action, observation

@@ -64,14 +64,14 @@ def words(config: RunConfig, folder: RunFolder, ledger: Ledger, say: Say, report
     spec = config.model
     if done:
         model, tokenizer = models.load(folder.checkpoint(done[-1]), spec.dtype, device=spec.device)
-        return Words(model, tokenizer, _codec(tokenizer, spec.name))
+        return Words(model, tokenizer, codec_of(tokenizer))
     shown = list(transcripts(config)) if spec.warm_start or spec.name == "small" else []
     if spec.name == "small":
         tokenizer = small.train_tokenizer(texts(shown))
         model = small.build(tokenizer, small.Sizes(**spec.size), config.seed).to(getattr(torch, spec.dtype))
     else:
         model, tokenizer = models.load(spec.name, spec.dtype, spec.lora, device=spec.device, seed=config.seed)
-    codec = _codec(tokenizer, spec.name)
+    codec = codec_of(tokenizer)
     if spec.warm_start:
         rows = to_rows(codec, shown, restrict=config.sampling.restrict == "actions")
         say(f"warm start: {len(rows)} expert episodes, {sum(map(len, rows)):,} tokens, {spec.warm_start.epochs} epochs")
@@ -80,7 +80,8 @@ def words(config: RunConfig, folder: RunFolder, ledger: Ledger, say: Say, report
     return Words(model, tokenizer, codec)
 
 
-def _codec(tokenizer: Any, name: str) -> Any:
+def codec_of(tokenizer: Any) -> Any:
+    """The plain format for the small model's tokenizer, the chat template for any other."""
     return chat.PlainCodec(tokenizer) if chat.ACT in tokenizer.get_added_vocab() else chat.ChatCodec(tokenizer)
 
 

@@ -1,0 +1,104 @@
+"""``branchpoint check``: the shipped checkers, on a built-in by name or on a user's ``module:attribute``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from branchpoint import env as envs
+from branchpoint.config import ConfigError
+from branchpoint.world import Task, settle
+
+
+def check(what: str, name: str | None, console: Console) -> int:
+    """Print the report; 0 when everything holds, else 1."""
+    sys.path.insert(0, os.getcwd())  # a user's module lies where the command is called
+    if what == "oracles":
+        return _oracles(name, console)
+    if name is None:
+        raise ConfigError(f"check {what}: name a built-in or module:attribute")
+    report = {"env": _env, "sandbox": _sandbox, "policy": _policy}[what](name)
+    console.print(str(report), highlight=False, markup=False)
+    return 0 if report.ok else 1
+
+
+def _oracles(name: str | None, console: Console) -> int:
+    from branchpoint.probe import oracles
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    report = oracles.check(Path(name) if name else None, say)
+    say(str(report).splitlines()[-1])
+    return report.status
+
+
+def _env(name: str) -> Any:
+    """An environment by registered name, or ``module:make`` with tasks from ``module.tasks`` if there are any."""
+    from branchpoint.testing import check_env
+
+    make = _attribute(name) if ":" in name else envs.make(name)
+    tasks = getattr(import_module(name.split(":")[0]), "tasks", None) if ":" in name else None
+    if ":" not in name:
+        return check_env(make, envs.tasks(name, n=1)[0])
+    return check_env(make, tasks("train", n=1)[0] if tasks else Task("check", name))
+
+
+def _sandbox(name: str) -> Any:
+    from branchpoint.sandbox.forkserver import ForkServer
+    from branchpoint.sandbox.inprocess import InProcess
+    from branchpoint.sandbox.replay import Replay
+    from branchpoint.testing import check_sandbox
+
+    builtin: dict[str, Callable[[], Any]] = {"process": ForkServer, "state": InProcess, "replay": Replay}
+    factory = builtin.get(name) or (_attribute(name) if ":" in name else None)
+    if factory is None:
+        raise ConfigError(f"check sandbox: no {name!r}; known: {', '.join(builtin)}, or module:attribute")
+    return asyncio.run(check_sandbox(factory))
+
+
+def _policy(name: str) -> Any:
+    """A policy object or factory ``module:attribute``; a folder or hub id of a model; ``fake``; ``small``."""
+    from branchpoint.testing import FakePolicy, check_policy
+
+    if name == "fake":
+        return asyncio.run(check_policy(FakePolicy()))
+    if ":" in name:
+        found = _attribute(name)
+        return asyncio.run(check_policy(found() if callable(found) and not hasattr(found, "open") else found))
+    return asyncio.run(_model(name, check_policy))
+
+
+async def _model(name: str, check_policy: Callable[..., Any]) -> Any:
+    from branchpoint.command.build import codec_of
+    from branchpoint.config import Sampling
+    from branchpoint.policy import models, small
+    from branchpoint.policy.hf import HFPolicy
+
+    if name == "small":
+        tokenizer = small.train_tokenizer(["count up down stop 1 2 3"] * 3)
+        model = small.build(tokenizer)
+    else:
+        model, tokenizer = models.load(name)
+    policy = HFPolicy(model, codec_of(tokenizer), Sampling())
+    try:
+        return await check_policy(policy)
+    finally:
+        await settle(policy.close())
+
+
+def _attribute(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as e:
+        raise ConfigError(f"{name}: no module {e.name!r} here; run the command where it can be imported") from e
+    except AttributeError:
+        raise ConfigError(f"{name}: module {module!r} has no {attribute!r}") from None
