@@ -135,7 +135,8 @@ def test_siblings_over_uniform_logits_differ_and_do_not_depend_on_order() -> Non
     forward, backward = run(main(list(range(8)))), run(main(list(range(7, -1, -1))))
     assert len({a.tokens.tobytes() for a in forward.values()}) == 8
     assert all(same(forward[k], backward[k]) for k in range(8))
-    assert np.allclose(forward[0].logprobs, -np.log(1000)) and np.allclose(forward[0].entropies, np.log(1000))
+    assert np.allclose(forward[0].logprobs, -np.log(1000))
+    assert np.allclose(forward[0].entropies, np.log(1000))
 
 
 def test_equal_keys_draw_anew_at_every_turn() -> None:
@@ -160,7 +161,8 @@ def test_temperature_and_top_p_are_recorded_as_sampled() -> None:
     for i, kept in enumerate(a.allowed):
         assert kept is not None
         probabilities = np.exp(tempered[i])
-        assert a.tokens[i] in kept and probabilities[kept].sum() >= 0.8
+        assert a.tokens[i] in kept
+        assert probabilities[kept].sum() >= 0.8
         assert probabilities[kept].sum() - probabilities[kept].min() < 0.8
         log_mass = np.log(probabilities[kept].sum())
         assert a.logprobs[i] == pytest.approx(tempered[i, a.tokens[i]] - log_mass, abs=1e-5)
@@ -184,12 +186,14 @@ def test_greedy_takes_the_most_probable_token() -> None:
     context = ids(0, length=30)
     a = run(act(policy(made, Sampling(greedy=True)).open(), context, 0, 15))
     assert a.tokens.tolist() == teacher(made, context, a.tokens).argmax(-1).tolist()
-    assert not a.logprobs.any() and not a.entropies.any() and a.raw_logprobs.all()
+    assert not a.logprobs.any()
+    assert not a.entropies.any()
+    assert a.raw_logprobs.all()
 
 
 def test_zero_temperature_is_refused() -> None:
     for value in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValidationError, match="temperature is .* greedy"):
+        with pytest.raises(ValidationError, match=r"temperature is .* greedy"):
             Sampling(temperature=value)
 
 
@@ -202,9 +206,11 @@ def test_padding_ids_of_the_vocabulary_are_never_sampled() -> None:
         return await asyncio.gather(*(act(p.open(), ids(0, length=5, vocab=12), k, 10) for k in range(40)))
 
     tokens = np.concatenate([a.tokens for a in run(main())])
-    assert len(tokens) > 200 and tokens.max() == 12
+    assert len(tokens) > 200
+    assert tokens.max() == 12
     one = run(act(p.open(), ids(0, length=5, vocab=12), 0, 3))
-    assert np.allclose(one.raw_logprobs, -np.log(13)) and np.allclose(one.logprobs, -np.log(13))
+    assert np.allclose(one.raw_logprobs, -np.log(13))
+    assert np.allclose(one.logprobs, -np.log(13))
 
 
 def test_token_frequencies_match_the_models_probabilities() -> None:
@@ -233,7 +239,8 @@ def test_an_action_ends_with_its_stop_token_or_at_the_limit() -> None:
     actions = run(main())
     assert {a.stopped for a in actions} == {True, False}
     for a in actions:
-        assert 7 not in a.tokens[:-1] and a.stopped == (a.tokens[-1] == 7)
+        assert 7 not in a.tokens[:-1]
+        assert a.stopped == (a.tokens[-1] == 7)
         assert a.stopped or len(a.tokens) == 6
 
 
@@ -263,7 +270,8 @@ def test_a_full_context_is_a_failure_before_the_first_token_and_a_cut_after_it()
             await act(p.open(), ids(0, length=40), 0)
         s = p.open()
         a = await act(s, ids(0, length=36), 0)
-        assert len(a.tokens) == 4 and not a.stopped
+        assert len(a.tokens) == 4
+        assert not a.stopped
         check(made, ids(0, length=36), a)
         with pytest.raises(PolicyFailure, match="nothing to condition on"):
             await act(p.open(), NONE, 0)

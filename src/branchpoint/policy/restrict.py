@@ -80,7 +80,8 @@ class Actions:
 class Grammar:
     """A position in a regular expression, which the whole action has to match (by llguidance).
 
-    A leading space in the first token is accepted beside the expression: word tokens carry one.
+    Where the expression leaves a single text, only its canonical tokens are open. A leading space in the first token is
+    accepted beside the expression: word tokens carry one.
     """
 
     __slots__ = ("_matcher", "_vocabulary")
