@@ -212,7 +212,7 @@ def _schedule(step: int, steps: int) -> float:
 
 def _loss(model: Any, batch: Sequence[Row], vocabulary: int, observation_weight: float) -> Tensor:
     tokens, action, logprobs = _predict(model, batch, vocabulary)
-    weight = torch.where(action, 1.0, observation_weight)
+    weight = torch.where(action, 1.0, observation_weight * torch.ones_like(logprobs[:, 0]))
     return -(weight * token_logprobs(logprobs, tokens)).sum() / weight.sum()
 
 

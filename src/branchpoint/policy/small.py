@@ -1,8 +1,7 @@
 """The embedded default: a Llama small enough to learn in a minute on one core, and a word-level tokenizer for it.
 
-A word is one token, its leading space included. Names and numbers are separate tokens (``desk_1`` and ``desk 1`` share
-``desk``; numbers go in pairs of digits, ``O0042`` is ``O 00 42``), so that what is learnt of one desk holds for the
-next. A word that is not in the vocabulary is spelled in bytes: decoding always gives back exactly what was encoded.
+A word is one token, its leading space included. Names and numbers are separate tokens (``desk_1`` is ``desk _1``;
+numbers go in pairs of digits, ``O0042`` is ``O 00 42``), so that what is learnt of one desk holds for the next. A word that is not in the vocabulary is spelled in bytes: decoding always gives back exactly what was encoded.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ PAD = "<pad>"
 MARKS = (PAD, TASK, OBS, ACT, END)
 _WORDS = (
     r" ?\p{L}+(?:_\p{L}+)*=?"  # a word, the name of a tool, or the name of an argument with its sign
+    r"|_\d{1,2}"  # the number of a thing: desk_1
     r"| ?\d{1,2}"  # numbers in pairs of digits
     r"| ?[^\s\p{L}\d]"  # one sign
     r"|\s"
@@ -57,7 +57,7 @@ def train_tokenizer(texts: Iterable[str], limit: int = 2048, least: int = 3) -> 
     for text in texts:
         counts.update(word for word, _ in splitter.pre_tokenize_str(f" {text}"))
     known = sorted((w for w, n in counts.items() if n >= least), key=lambda w: (-counts[w], w))[:limit]
-    pairs = [f"{space}{i:0{width}d}" for space in ("", "Ġ") for width in (1, 2) for i in range(10**width)]
+    pairs = [f"{before}{i:0{width}d}" for before in ("", "Ġ", "_") for width in (1, 2) for i in range(10**width)]
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     entries = dict.fromkeys([*MARKS, *letters, *pairs, *known])
     vocabulary = {word: i for i, word in enumerate(entries)}
