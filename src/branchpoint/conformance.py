@@ -24,6 +24,7 @@ from branchpoint.world import (
     settle,
 )
 
+
 async def check_sandbox(factory: Callable[[], Sandbox], *, depth: int = 12) -> Report:
     """Whether a sandbox keeps the contract of :class:`~branchpoint.world.Sandbox`, for worlds it did not choose.
 
@@ -291,7 +292,7 @@ class _SandboxSuite:
 
 def _listed(words: str) -> str:
     items = words.split()
-    return f"{items} {({w: items.count(w) for w in items})}"
+    return f"{items} { ({w: items.count(w) for w in items}) }"
 
 
 async def _refused(call: Any, message: str) -> None:

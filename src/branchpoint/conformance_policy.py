@@ -103,6 +103,7 @@ class _PolicySuite:
     async def fork_turn(self) -> None:
         session, action = await self.begin(1)
         forked = session.fork(session.length)
+        expect(forked.length == session.length, f"forked at {session.length}, the session has length {forked.length}")
         fresh = self.policy.open()
         whole = np.concatenate([self.first, action.tokens, self.second])
         for key in (2, 3):

@@ -198,7 +198,13 @@ class FakePolicy:
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}; expected a positive number")
         self.vocabulary = ("<end>", *words)
-        self.seed, self.order, self.restrict, self.temperature, self.context = seed, order, restrict, temperature, context
+        self.seed, self.order, self.restrict, self.temperature, self.context = (
+            seed,
+            order,
+            restrict,
+            temperature,
+            context,
+        )
         self._ids = {word: i for i, word in enumerate(self.vocabulary)}
         self._logits: dict[tuple[int, ...], Array] = {}
 

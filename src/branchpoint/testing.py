@@ -40,8 +40,15 @@ __all__ = [
     "check_sandbox",
 ]
 
-STRANGE = ("", "   ", "no such action 7f3a", "a" * 100_000, "猫は🐈‍⬛ \u202eright to left\u202c \x00 \n\t é", '{"cmd": "ls', "null")
-
+STRANGE = (
+    "",
+    "   ",
+    "no such action 7f3a",
+    "a" * 100_000,
+    "猫は🐈‍⬛ \u202eright to left\u202c \x00 \n\t é",
+    '{"cmd": "ls',
+    "null",
+)
 
 
 def _rooted(make: Make | str) -> Make:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import random
 import socket
 import sqlite3
 import subprocess
@@ -235,3 +236,43 @@ class Mover(Base):
 
 def boom(task: Task) -> Base:
     raise RuntimeError("boom")
+
+
+class Matmul(Base):
+    """Multiplies matrices with torch and numpy, and runs torch's backward pass."""
+
+    def do_mul(self, _: str) -> str:
+        import torch
+
+        a = torch.ones(50, 50) @ torch.ones(50, 50)
+        return f"{float(a.sum())} {float((np.ones((50, 50)) @ np.ones((50, 50))).sum())}"
+
+    def do_grad(self, _: str) -> str:
+        import torch
+
+        x = torch.ones(50, 50, requires_grad=True)
+        torch.relu(x).sum().backward()
+        assert x.grad is not None
+        return str(float(x.grad.sum()))
+
+
+class Lucky(Base):
+    """Tells its luck from every source a world may use, and the order of a set of strings."""
+
+    def reseed(self, noise: Noise) -> None:
+        self.noise = noise
+
+    def do_random(self, _: str) -> str:
+        return str(random.random())
+
+    def do_numpy(self, _: str) -> str:
+        return str(np.random.random())
+
+    def do_event(self, key: str) -> str:
+        return str(self.noise.at("event", key).random())
+
+    def do_luck(self, _: str) -> str:
+        return str(self.noise)
+
+    def do_set(self, _: str) -> str:
+        return " ".join({f"object {n}" for n in range(20)})

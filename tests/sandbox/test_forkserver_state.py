@@ -10,7 +10,9 @@ import sandbox_worlds as worlds
 from sandbox_help import run
 
 from branchpoint.noise import Noise
-from branchpoint.sandbox.forkserver import ForkEnv, ForkServer
+from branchpoint.sandbox import _drive
+from branchpoint.sandbox.forkserver import ForkEnv, ForkServer, ForkSnapshot
+from branchpoint.sandbox.inprocess import Luck
 from branchpoint.world import Make, SnapshotUnsupported, Task
 
 NOISE = Noise(1, 2)
@@ -146,65 +148,62 @@ def test_a_worker_holds_no_foreign_descriptor(server: ForkServer) -> None:
     run(test)
 
 
-def test_depth_256_stays_correct_with_and_without_rebasing(server: ForkServer) -> None:
-    """A chain of snapshots of restored snapshots; the reference is the same chain in one process by replay."""
-    from branchpoint.sandbox.replay import Replay
+async def _chain(server: ForkServer, depth: int, **metadata: object) -> tuple[list[str], list[ForkSnapshot]]:
+    """What is said on a chain of snapshots of restored snapshots, and the snapshots (one more)."""
+    env = await started(server, worlds.Mover, **metadata)
+    said, snapshots = [], [await env.snapshot()]
+    for n in range(depth):
+        await env.close()
+        env = await snapshots[-1].restore(NOISE.child(n))
+        said.append(await say(env, f"move{n}"))
+        snapshots.append(await env.snapshot())
+    await env.close()
+    return said, snapshots
 
-    depth = 256
+
+def _reference(depth: int) -> list[str]:
+    """The same chain, played in one process by a world that is reseeded where the chain restores."""
+    world = worlds.Mover(Task("t", "tests"))
+    luck = Luck()
+    said = []
+    with luck.mine():
+        for n in range(depth):
+            _drive.reseed(world, NOISE.child(n))
+            said.append(world.step(f"move{n}").observation)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("depth", "limit", "declared", "rebased"),
+    [(256, 64, False, True), (40, 8, False, True), (40, 8, True, False)],
+)
+def test_depth_stays_correct(depth: int, limit: int, declared: bool, rebased: bool) -> None:
+    """With and without rebasing every snapshot of a deep chain gives the same future as one process that never forks."""
+    right = _reference(depth)
 
     async def test() -> None:
-        live = Replay().open(worlds.Mover, Task("t", "tests"), NOISE)
-        live.reset()
-        right = []
-        for n in range(depth):
-            live = live.snapshot().restore(NOISE.child(n)) if n % 32 == 0 else _reseeded(live, NOISE.child(n))
-            right.append(live.step(f"move{n}").observation)
-        for metadata, rebases in (({}, True), ({"declared": True}, False)):
-            before, live_before = server.counters.rebases, server.live
-            env = await started(server, worlds.Mover, **metadata)
-            got, snapshots = [], [await env.snapshot()]
-            for n in range(depth):
-                await env.close()
-                env = await snapshots[-1].restore(NOISE.child(n))
-                got.append(await say(env, f"move{n}"))
-                snapshots.append(await env.snapshot())
-            assert got == right
-            assert (server.counters.rebases > before) == rebases
-            assert (max(s.depth for s in snapshots) <= server.rebase_depth + 1) == rebases
-            # Every snapshot of the chain is still good.
-            for n in (0, 100, 200, 255):
+        async with ForkServer(preload=("sandbox_worlds",), rebase_depth=limit) as server:
+            said, snapshots = await _chain(server, depth, declared=declared)
+            assert said == right
+            assert (server.counters.rebases > 0) == rebased
+            assert (max(s.depth for s in snapshots) <= limit + 1) == rebased
+            for n in (0, depth // 3, depth // 2, depth - 1):
                 branch = await snapshots[n].restore(NOISE.child(n))
                 assert await say(branch, f"move{n}") == right[n]
                 await branch.close()
-            for snapshot in snapshots:
-                await snapshot.discard()
-            await env.close()
-            assert server.live == live_before
 
-    run(test, 120)
+    run(test, 240)
 
 
-def _reseeded(env, noise):  # noqa: ANN001, ANN202
-    """What a restore does to a replayed environment, without repeating its history."""
-    from branchpoint.sandbox import replay
-
-    replay._change_luck(env, noise)
-    return env
-
-
-def test_a_world_that_does_not_repeat_itself_is_not_rebased(server: ForkServer) -> None:
+def test_a_world_that_does_not_repeat_itself_is_not_rebased() -> None:
     async def test() -> None:
-        env = await started(server, worlds.Mover, clock=True)
-        rebases = server.counters.rebases
-        snapshot = await env.snapshot()
-        for n in range(server.rebase_depth):
-            branch = await snapshot.restore(NOISE.child(n))
-            assert (await say(branch, "move")).startswith(f"{n + 1} {n} ")
-            snapshot = await branch.snapshot()
-        assert server.counters.rebases == rebases
-        assert snapshot.depth > server.rebase_depth
+        async with ForkServer(preload=("sandbox_worlds",), rebase_depth=8) as server:
+            said, snapshots = await _chain(server, 12, clock=True)
+            assert [s.split()[:2] for s in said] == [[str(n + 1), str(n)] for n in range(12)]
+            assert server.counters.rebases == 0
+            assert snapshots[-1].depth == 26
 
-    run(test, 120)
+    run(test)
 
 
 def test_counters(server: ForkServer) -> None:

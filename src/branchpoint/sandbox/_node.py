@@ -121,7 +121,9 @@ class Server:
             pid = os.fork()
         except OSError as error:
             os.close(fd)
-            raise SandboxFailure(f"fork failed: {error}; fewer live environments, or more memory, are needed") from error
+            raise SandboxFailure(
+                f"fork failed: {error}; fewer live environments, or more memory, are needed"
+            ) from error
         if pid:
             os.close(fd)
             self.reaper.children.add(pid)
