@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -16,6 +17,8 @@ import pytest
 from branchpoint.env import _alfworld_data as data
 from branchpoint.env import _alfworld_engine as engine
 from branchpoint.env import alfworld
+from branchpoint.noise import Noise
+from branchpoint.sandbox.forkserver import ForkServer
 from branchpoint.world import EnvironmentFailure, Step, Task
 
 pytest.importorskip("alfworld", reason="the engine is not installed: pip install 'branchpoint[alfworld]'")
@@ -165,6 +168,26 @@ def test_a_fork_of_a_live_game_goes_its_own_way(cache: str) -> None:
     assert here == told(3)
     assert there == hashlib.sha256(told(2).encode()).digest()
     assert told(2) != told(3)
+
+
+def test_branches_of_a_fork_server_go_their_own_ways(cache: str) -> None:
+    async def play() -> tuple[list[str], list[str], list[str]]:
+        async with ForkServer(preload=("branchpoint.env.alfworld_warm",)) as server:
+            env = await server.open(alfworld.make, dialled(SMALL[2], cache=cache), Noise(0))
+            first = await env.reset()
+            snapshot = await env.snapshot()
+            branches = [env, await snapshot.restore(Noise(1)), await snapshot.restore(Noise(2))]
+            told = []
+            for branch, seed in zip(branches, (1, 1, 2), strict=True):
+                luck, step, said = random.Random(seed), first, []
+                for _ in range(6):
+                    step = await branch.step(luck.choice(step.actions))
+                    said.append(f"{step.observation} {step.actions}")
+                told.append(said)
+            return told[0], told[1], told[2]
+
+    parent, same, other = asyncio.run(play())
+    assert parent == same != other
 
 
 def test_compact_play_is_the_same_play(cache: str) -> None:

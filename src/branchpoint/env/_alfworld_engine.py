@@ -13,6 +13,7 @@ import copy
 import functools
 import hashlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -174,16 +175,15 @@ def _borrow() -> Any:
     return _FREE.pop() if _FREE else _packages().downward.load_lib()
 
 
-class Move(NamedTuple):
-    """One admissible command: the packages' action, and what is needed to word its feedback."""
-
-    command: str
-    action: Any
-    variables: dict[str, Any]
+@functools.cache
+def _mentioned(template: str) -> frozenset[str]:
+    """The words of a command template, the action's parameters among them."""
+    return frozenset(re.findall(r"\w+", template))
 
 
 class Game:
-    """A live game: ``feedback``, ``moves`` (by command, sorted) and ``won`` describe the state just reached."""
+    """A live game: ``feedback``, ``moves`` (the packages' action of each admissible command, sorted by command) and
+    ``won`` describe the state just reached."""
 
     def __init__(self, problem: str, goal: str, cache: Path | None = None, planning: bool = False) -> None:
         """``planning``: also translate the problem for the planner, for :meth:`plan`."""
@@ -198,8 +198,9 @@ class Game:
         with _translator(translate):
             self._state = packages.logic.PddlState(self._lib, problem, self._logic)
         self._entities = self._name_entities()
-        self._worded: dict[str, tuple[str, dict[str, Any]]] = {}
-        intro = self._logic.grammar.derive("#intro#", self._context({}, {}))
+        self._names = {name: entity.name for name, entity in self._entities.items()}
+        self._worded: dict[tuple[str, ...], str] = {}
+        intro = self._logic.grammar.derive("#intro#", self._context({}))
         self.feedback: str = intro.replace(GOAL, goal)
         self._look()
 
@@ -213,43 +214,43 @@ class Game:
             entity.definite, entity.indefinite = "the", "a"
         return entities
 
-    def _context(self, variables: dict[str, Any], mapping: dict[Any, Any]) -> dict[str, Any]:
+    def _context(self, mapping: dict[Any, Any]) -> dict[str, Any]:
+        """What the grammar words a text from: the state, and the arguments of an action."""
         return {
             "state": self._state,
             "facts": (),
-            "variables": variables,
+            "variables": {slot.name: self._entities[value.name] for slot, value in mapping.items()},
             "mapping": mapping,
             "entity_infos": self._entities,
         }
 
-    def _word(self, action: Any) -> tuple[str, dict[str, Any]]:
-        """The command of an action. It depends on constants of the game only (names; where receptacles stand)."""
-        variables = {slot.name: self._entities[value.name] for slot, value in action.mapping.items()}
-        action.command_template = self._logic.grammar.derive(
-            action.command_template, self._context(variables, action.mapping)
-        )
-        return action.format_command({name: entity.name for name, entity in self._entities.items()}), variables
+    def _command(self, action: Any) -> str:
+        """The command of an action. It depends on the arguments that its template mentions and on constants of the game
+        (names; where receptacles stand), so it is worded once."""
+        mentioned = _mentioned(action.command_template)
+        arguments = (value.name for slot, value in action.mapping.items() if slot.name in mentioned)
+        key = (action.name, *arguments)
+        if key not in self._worded:
+            context = self._context(action.mapping)
+            action.command_template = self._logic.grammar.derive(action.command_template, context)
+            self._worded[key] = action.format_command(self._names)
+        return self._worded[key]
 
     def _look(self) -> None:
-        moves: dict[str, Move] = {}
+        moves: dict[str, Any] = {}
         for action in self._state.all_applicable_actions():
-            key = f"{action.name} {' '.join(value.name for value in action.mapping.values())}"
-            if key not in self._worded:
-                self._worded[key] = self._word(action)
-            command, variables = self._worded[key]
-            moves.setdefault(command, Move(command, action, variables))
+            moves.setdefault(self._command(action), action)
         self.moves = dict(sorted(moves.items()))
         self.won = bool(self._state.check_goal())
 
     def play(self, command: str) -> None:
         """Carry out an admissible command; anything else leaves the state as it is ("Nothing happens.")."""
-        move = self.moves.get(command)
-        if move is None:
+        action = self.moves.get(command)
+        if action is None:
             self.feedback = "Nothing happens."
             return
-        self._state.apply(move.action)
-        context = self._context(move.variables, move.action.mapping)
-        self.feedback = self._logic.grammar.derive(move.action.feedback_rule, context)
+        self._state.apply(action)
+        self.feedback = self._logic.grammar.derive(action.feedback_rule, self._context(action.mapping))
         self._look()
 
     def plan(self) -> tuple[str, ...]:

@@ -1,0 +1,8 @@
+"""Importing this module gets a process ready for ALFWorld games: packages imported, grammar parsed, one library loaded.
+
+``ForkServer(preload=("branchpoint.env.alfworld_warm",))`` does it once for all environments that are forked from there.
+"""
+
+from branchpoint.env.alfworld import preload
+
+preload()
