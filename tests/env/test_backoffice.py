@@ -231,6 +231,7 @@ def test_a_prescribed_summary_is_compared() -> None:
     assert same(after(ticket("call back"), ticket("call back")), wanted, fixed)
     assert not same(after(ticket("anything"), ticket("something")), wanted, fixed)
     assert not same(after(ticket("call back")), wanted, fixed)
+    assert not same(after(ticket("anything")), wanted, fixed)
 
 
 def test_success_needs_the_plan_exactly_and_finish() -> None:

@@ -53,7 +53,7 @@ def find_noise(kind: str, key: tuple[str, ...], mixture: str = "training", repea
 @pytest.mark.parametrize("tool", ["list_orders", "get_order", "cancel_order"])
 @pytest.mark.parametrize("arm", ["paired", "independent"])
 def test_marginals_are_the_mixture_in_both_arms(tool: str, arm: str) -> None:
-    n, p = 34_000, 0.25
+    n, p = 17_000, 0.25
     base = Noise(11)
     counts: Counter[str | None] = Counter()
     for i in range(n):

@@ -29,7 +29,7 @@ class Expert:
         self._asked: Call | None = None
         self._answers: dict[str, dict[str, Any]] = {}  # by compact call: what it answered
         self._dead: set[str] = set()
-        self._doubtful: dict[str, dict[str, Any] | None] = {}  # refunds that timed out: the order as read afterwards
+        self._doubtful: dict[str, int | None] = {}  # refunds that timed out: the refundable balance before
         self._wait = 0
         self._reading: Reading | None = None
 
@@ -53,7 +53,9 @@ class Expert:
         elif code == "TIMEOUT" and asked.tool == "create_ticket":
             self._answers[text] = {}  # no tool shows tickets: a second one is the worse mistake
         elif code == "TIMEOUT" and asked.tool == "issue_refund":
-            self._doubtful[text] = None
+            # The order is forgotten, so that it is read again.
+            order = self._answers.pop(call("get_order", order=asked.args["order"]).compact(), {})
+            self._doubtful[text] = order.get("refundable")
         elif code in ("INVALID_STATE", "RULE_VIOLATION") and TOOLS[asked.tool].kind == "write":
             self._answers[text] = {}  # done before, by an attempt that timed out; else hopeless either way
         elif code not in ("TRANSIENT_FAILURE", "TIMEOUT"):
@@ -116,14 +118,8 @@ class Expert:
         """A refund; after a time-out the order is read again to see whether the money left."""
         refund = call("issue_refund", order=order, amount=amount, reason=FREE_TEXT)
         text = refund.compact()
-        if text in self._doubtful and text not in self._answers:
-            again = call("get_order", order=order)
-            if self._doubtful[text] is None:
-                self._doubtful[text] = self._answers.pop(again.compact(), {})
-            after = yield from self._ask(again)
-            del self._doubtful[text]
-            if after.get("refundable") != details.get("refundable"):
-                self._answers[text] = after
+        if text in self._doubtful and details.get("refundable") != self._doubtful.pop(text):
+            self._answers[text] = {}
         yield refund
 
     def _find_customer(self, contact: str) -> Asking[str]:
