@@ -133,7 +133,9 @@ def packed_pass(model: nn.Module, batch: PackedBatch) -> Callable[[], float]:
     return run
 
 
-def padded_pass(model: nn.Module, batch: PackedBatch, rows: np.ndarray, advantage: np.ndarray, micro: int) -> Callable[[], float]:
+def padded_pass(
+    model: nn.Module, batch: PackedBatch, rows: np.ndarray, advantage: np.ndarray, micro: int
+) -> Callable[[], float]:
     """``micro``: rows per forward; the fastest choice is the fair opponent."""
     ids = torch.tensor(batch.tokens[rows])
     weight = torch.tensor(advantage, dtype=torch.float32)[:, None]
@@ -152,7 +154,9 @@ def padded_pass(model: nn.Module, batch: PackedBatch, rows: np.ndarray, advantag
     return run
 
 
-def measure(model: nn.Module, passes: dict[str, Callable[[], float]], repeats: int) -> tuple[dict[str, list[float]], float]:
+def measure(
+    model: nn.Module, passes: dict[str, Callable[[], float]], repeats: int
+) -> tuple[dict[str, list[float]], float]:
     """CPU seconds of every pass, interleaved, and the largest gradient difference relative to the largest gradient."""
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     grads: dict[str, torch.Tensor] = {}
@@ -184,7 +188,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512])
     parser.add_argument("--shared", type=float, nargs="+", default=[0.5, 0.8])
     parser.add_argument("--repeats", type=int, nargs="+", default=[5], help="one number, or one a length")
-    parser.add_argument("--micro", type=int, nargs="+", default=[13, 1], help="rows per padded forward; the best counts")
+    parser.add_argument(
+        "--micro", type=int, nargs="+", default=[13, 1], help="rows per padded forward; the best counts"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -200,7 +206,9 @@ def main() -> None:
         "parameters": sum(p.numel() for p in model.parameters()),
         "torch": torch.__version__,
         "machine": platform.machine(),
-        "environment": {k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")},
+        "environment": {
+            k: os.environ.get(k) for k in ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+        },
         "tolerance": {"of_limit": 0.1, "gradient_error": 1e-5},
         "cases": cases,
     }

@@ -130,7 +130,7 @@ def _probe(model: nn.Module, kernel: Kernel, name: str) -> None:
     end = np.array([11] * 5 + [8] * 3 + [11] * 3)
     n, zero, none = len(end), np.zeros(len(end)), np.zeros(len(end), bool)
     probe = PackedBatch(
-        tokens=np.arange(n) % model.config.vocab_size,  # pyright: ignore
+        tokens=np.arange(n) % model.get_input_embeddings().num_embeddings,  # pyright: ignore
         position=np.array([0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7]),
         subtree_end=end,
         predictor=np.array([-1, 0, 1, 2, 3, 4, 5, 6, 4, 8, 9]),

@@ -7,13 +7,15 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from branchpoint import kernel as kernels
 from branchpoint import loss as losses
@@ -103,14 +105,13 @@ class Learner:
     """
 
     def __init__(self, model: nn.Module, config: LearnerConfig, reference: nn.Module | None = None) -> None:
-        self.model, self.config = model, config
+        self.config, self.model = config, cast(Any, model)
         self._base: Any = _unwrapped(model)
-        self._adapter = self._base is not model
         self.device = next(model.parameters()).device
         with self._evaluating(self._base):
             kernels.check_model(self._base, config.kernel)
         self.reference = reference
-        if config.kl > 0 and reference is None and not self._adapter:
+        if config.kl > 0 and reference is None and self._base is model:
             self.reference = copy.deepcopy(model)
         if self.reference is not None:
             self.reference.requires_grad_(False)
@@ -272,8 +273,8 @@ class Learner:
         """[m] a row at its weighed tokens, under the reference; None for each row when there is no penalty."""
         if self.config.kl == 0:
             return [None] * len(batches)
-        model = self._base if self.reference is None else _unwrapped(self.reference)
-        off: Any = self.model.disable_adapter() if self.reference is None else nullcontext()  # pyright: ignore
+        model: Any = self._base if self.reference is None else _unwrapped(self.reference)
+        off = self.model.disable_adapter() if self.reference is None else nullcontext()
         with off, self._running(model):
             return [self._score(model, batch, np.flatnonzero(batch.weighed)).logprobs for batch in batches]
 
@@ -314,33 +315,32 @@ class Learner:
     @contextmanager
     def _running(self, model: Any) -> Iterator[None]:
         """Everything that a forward and its backward need: kernel, precision, checkpointing, no dropout."""
-        cast = torch.autocast(self.device.type, torch.bfloat16) if self.config.bf16 else nullcontext()
-        with self._evaluating(model), kernels.attached(model, self.config.kernel), cast:
+        precision = torch.autocast(self.device.type, torch.bfloat16) if self.config.bf16 else nullcontext()
+        with self._evaluating(model), kernels.attached(model, self.config.kernel), precision:
             yield
 
     @contextmanager
     def _evaluating(self, model: Any) -> Iterator[None]:
-        """Evaluation mode (no dropout), and gradient checkpointing where asked for; the modes are put back after."""
+        """Evaluation mode (no dropout), and gradient checkpointing where asked for; all as before afterwards."""
         modes = [(m, m.training) for m in model.modules()]
         model.eval()
-        switched = self.config.gradient_checkpointing and torch.is_grad_enabled()
+        on = self.config.gradient_checkpointing and torch.is_grad_enabled()
+        layers = [(m, m.gradient_checkpointing) for m in model.modules() if on and hasattr(m, "gradient_checkpointing")]
         try:
-            if switched:
-                model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
-                for m in model.modules():  # a layer checkpoints only in training mode; its parts stay as they are
-                    m.training = bool(getattr(m, "gradient_checkpointing", False))
+            for layer, _ in layers:  # a layer checkpoints only in training mode; its parts stay in evaluation mode
+                layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+                layer.gradient_checkpointing = layer.training = True
             yield
         finally:
-            if switched:
-                model.gradient_checkpointing_disable()  # pyright: ignore
+            for layer, before in layers:
+                layer.gradient_checkpointing = before
             for m, mode in modes:
                 m.training = mode
 
     def _tensor(self, values: npt.NDArray[Any], like: Tensor) -> Tensor:
         return torch.tensor(values, dtype=like.dtype, device=like.device)
 
-    @staticmethod
-    def _check(normaliser: float) -> None:
+    def _check(self, normaliser: float) -> None:
         if not (math.isfinite(normaliser) and normaliser > 0):
             raise ValueError(
                 f"normaliser is {normaliser}; give a positive constant of the design, e.g. rollouts x length"

@@ -117,7 +117,9 @@ def random_advantages(rng: np.random.Generator, segments: Segments) -> dict[int,
     return {int(s): float(rng.normal()) for s in np.flatnonzero(segments.leaf)}
 
 
-def case(rng: np.random.Generator, restricted: bool = False, branches: int = 6) -> tuple[Segments, Credit, dict[int, float]]:
+def case(
+    rng: np.random.Generator, restricted: bool = False, branches: int = 6
+) -> tuple[Segments, Credit, dict[int, float]]:
     segments = Segments.of(random_tree(rng, branches, restricted))
     advantages = random_advantages(rng, segments)
     return segments, leaf_credit(segments, advantages), advantages
@@ -135,7 +137,9 @@ def row_logprobs(model: nn.Module, segments: Segments, path: np.ndarray, tempera
     return torch.stack(out)
 
 
-def with_old_logprobs(model: nn.Module, segments: Segments, rng: np.random.Generator, temperature: float, spread: float):
+def with_old_logprobs(
+    model: nn.Module, segments: Segments, rng: np.random.Generator, temperature: float, spread: float
+):
     """The same tree, sampled by a policy whose log-probabilities differ from the model's by about ``spread``."""
     old = np.zeros(len(segments.tokens), np.float32)
     with torch.no_grad():

@@ -74,7 +74,11 @@ def test_rows_hold_every_token_once_on_its_own_path(seed, budget):
             local = at - first[owner[at]]
             assert batch.tokens[path].tolist() == own_paths[at]
             assert batch.position[t] == len(path) - 1
-            assert (batch.up[t], batch.down[t], batch.share[t]) == (credit.up[local], credit.down[local], credit.share[local])
+            assert (batch.up[t], batch.down[t], batch.share[t]) == (
+                credit.up[local],
+                credit.down[local],
+                credit.share[local],
+            )
             assert batch.old_logprobs[t] == s.logprobs[local]
             assert batch.sampled[t] == s.sampled[local]
             assert batch.allowed(t).tolist() == np.asarray(s.allowed.get(int(local), ())).tolist()
@@ -229,6 +233,6 @@ def test_credit_on_a_token_that_nothing_predicts_is_refused():
 
 def test_credit_of_another_tree_is_refused():
     rng = np.random.default_rng(0)
+    a, b = case(rng)[:2], case(rng, branches=9)[:2]
     with pytest.raises(ValueError, match=r"tree 1: credit\.up has"):
-        a, b = case(rng)[:2], case(rng, branches=9)[:2]
         pack([a, (b[0], a[1])], BIG)
