@@ -65,6 +65,16 @@ def test_allowed_tokens_are_those_of_the_actions_with_the_same_beginning(data):
                 assert row.allowed[start + j].tolist() == sorted(expected)
 
 
+def test_a_transcript_ends_before_an_action_that_is_not_listed(data):
+    codec, ((task, turns), *_) = data
+    strange = [turns[0], (turns[1][0], "jump"), *turns]
+    (cut,), (first,) = (imitate.to_rows(codec, [(task, t)]) for t in (strange, turns[:1]))
+    assert cut.tokens.tolist() == first.tokens.tolist()
+    (whole,) = imitate.to_rows(codec, [(task, strange)], restrict=False)
+    assert len(whole) > len(cut)
+    assert not whole.allowed
+
+
 @pytest.mark.parametrize("restrict", [True, False])
 def test_loss_and_gradient_equal_brute_force(data, restrict):
     """Padded rows of different lengths against one token at a time in float64."""
@@ -172,7 +182,7 @@ def test_what_cannot_be_imitated_says_so(data):
     task, turns = transcripts[0]
     with pytest.raises(imitate.TranscriptError, match="task 't0' holds no action"):
         imitate.to_rows(codec, [(task, [])])
-    with pytest.raises(imitate.TranscriptError, match="task 't0', turn 0: action 'jump' is not among"):
+    with pytest.raises(imitate.TranscriptError, match="task 't0': the first action 'jump' is not among"):
         imitate.to_rows(codec, [(task, [(turns[0][0], "jump")])])
     assert len(imitate.to_rows(codec, [(task, [(turns[0][0], "jump")])], restrict=False)) == 1
     with pytest.raises(imitate.TranscriptError, match="nothing to imitate"):

@@ -71,8 +71,12 @@ def texts(transcripts: Iterable[Transcript]) -> Iterator[str]:
 def to_rows(codec: Codec, transcripts: Iterable[Transcript], restrict: bool = True) -> list[Row]:
     """One row a transcript. ``restrict``: note the allowed tokens where a step lists its actions.
 
+    With ``restrict`` a transcript ends before the first action that its step does not list: a restricted policy could
+    never have gone that way.
+
     Raises:
-        TranscriptError: an empty transcript, an action that its step does not list, or a codec without a stop token.
+        TranscriptError: an empty transcript, a first action that its step does not list, or a codec without a stop
+            token.
     """
     if not codec.stop_ids:
         raise TranscriptError("the codec ends actions with strings only; imitation needs one with a stop token")
@@ -164,8 +168,10 @@ def _row(codec: Codec, task: Task, turns: Sequence[tuple[Step, str]], menus: Act
         seen = codec.observe(task, step, i == 0).tolist()
         said = [*codec.encode(text).tolist(), codec.stop_ids[0]]
         if menus is not None and step.actions:
+            if text not in step.actions and i > 0:
+                break
             if text not in step.actions:
-                raise TranscriptError(f"task {task.id!r}, turn {i}: action {text!r} is not among the step's actions")
+                raise TranscriptError(f"task {task.id!r}: the first action {text!r} is not among the step's actions")
             choice = menus.start(step.actions)
             for at, token in enumerate(said, len(tokens) + len(seen)):
                 allowed[at] = choice.allowed()
