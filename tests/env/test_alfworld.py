@@ -17,6 +17,7 @@ import pytest
 from branchpoint.env import _alfworld_data as data
 from branchpoint.env import _alfworld_engine as engine
 from branchpoint.env import alfworld
+from branchpoint.env._alfworld_expert import PlanPlayer
 from branchpoint.noise import Noise
 from branchpoint.sandbox.forkserver import ForkServer
 from branchpoint.world import EnvironmentFailure, Step, Task
@@ -232,15 +233,33 @@ def test_the_step_limit_cuts_and_a_bad_command_costs_a_step(cache: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["full", "compact"])
-def test_shipped_plans_win(cache: str, style: str) -> None:
-    games = [task for task in SMALL if task.metadata["game"] in data.plans()]
-    kinds = {task.metadata["task_type"]: task for task in games}
+def test_searched_plans_win(cache: str, style: str) -> None:
+    kinds = {task.metadata["task_type"]: task for task in SMALL}
     assert len(kinds) >= 3
     for task in kinds.values():
-        task = dialled(task, cache=cache, style=style, max_steps=20)
-        episode = alfworld.play(task, alfworld.expert(task, "planner"))
+        plan = alfworld._plan(alfworld.Dials.of(dialled(task, cache=cache)))
+        episode = alfworld.play(dialled(task, cache=cache, style=style), PlanPlayer(plan))
         assert episode.success
         assert all(action in step.actions for step, action in episode.turns)
+        assert len(episode.turns) == len(plan)
+
+
+def test_a_plan_is_as_short_as_that_of_the_packages_planner(cache: str) -> None:
+    task = next(task for task in SMALL if task.metadata["task_type"] == "pick_and_place_simple")
+    row = data.game(task.metadata["game"])
+    game = engine.Game(row["pddl_problem"], "", planning=True)
+    optimal = game.plan()
+    game.close()
+    assert len(alfworld._plan(alfworld.Dials.of(dialled(task, cache=cache)))) == len(optimal) > 0
+
+
+def test_shipped_plans_win(cache: str) -> None:
+    shipped = [task for split in ("valid_seen", "valid_unseen") for task in alfworld.tasks(split)]
+    shipped = [task for task in shipped if task.metadata["game"] in data.plans()][:3]
+    assert shipped
+    for task in shipped:
+        episode = alfworld.play(dialled(task, cache=cache), alfworld.expert(task, "planner"))
+        assert episode.success
         assert len(episode.turns) == len(data.plans()[task.metadata["game"]])
 
 

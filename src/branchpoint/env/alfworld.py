@@ -23,6 +23,7 @@ from branchpoint.env import _alfworld_data as data
 from branchpoint.env import _alfworld_engine as engine
 from branchpoint.env import _alfworld_text as text
 from branchpoint.env._alfworld_expert import Expert, Explorer, Order, PlanPlayer
+from branchpoint.env._alfworld_plan import shortest_plan
 from branchpoint.noise import Noise
 from branchpoint.world import EnvironmentFailure, Message, Step, Task
 
@@ -160,18 +161,25 @@ def _prompt(metadata: Mapping[str, Any]) -> tuple[Message, ...]:
     return (Message("system", RULES),) if metadata["style"] == "full" else ()
 
 
+def _plan(dials: Dials) -> tuple[str, ...]:
+    row = data.game(dials.game)
+    game = engine.Game(row["pddl_problem"], "", Path(dials.cache) if dials.cache else None)
+    try:
+        return shortest_plan(game, text.Goal.of(row["task_type"], row["pddl_params"]))
+    finally:
+        game.close()
+
+
 def expert(task: Task, kind: Kind = "explorer", *, order: Order = "frequency") -> Expert:
     """A teacher with ``act(step) -> command`` for one episode of a task, from its first step on.
 
     ``explorer`` knows only what was observed: it visits receptacles in a random order, or (``order="frequency"``) the
-    likely ones first. ``planner`` plays a shortest plan, found with full knowledge of the game.
+    likely ones first. ``planner`` plays a shortest plan, found with full knowledge of the game: a shipped one,
+    or one searched now, which takes the time of loading the game.
     """
     dials = Dials.of(task)
     if kind == "planner":
-        plan = data.plans().get(dials.game)
-        if plan is None:
-            raise EnvironmentFailure(f"no plan is shipped for game {dials.game}: make it with scripts/plan_alfworld.py")
-        return PlanPlayer(plan)
+        return PlanPlayer(data.plans().get(dials.game) or _plan(dials))
     if kind == "explorer":
         return Explorer(Noise(task.seed).child("alfworld", "explorer", task.id), order, data.containers())
     raise ValueError(f"kind is {kind!r}; use 'planner' or 'explorer'")
