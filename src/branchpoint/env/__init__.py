@@ -6,11 +6,15 @@ An environment module holds ``make(task) -> World``, ``tasks(split, n=None, seed
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
 from branchpoint.world import Make, Step, Task
+
+Transcript = tuple[Task, Sequence[tuple[Step, str]]]
+"""A task, and in order what the world showed and the action that the expert answered with."""
 
 _MODULES = {"backoffice": "branchpoint.env.backoffice", "alfworld": "branchpoint.env.alfworld"}
 
@@ -22,9 +26,20 @@ class Agent(Protocol):
 
 
 def _module(name: str) -> ModuleType:
+    if ":" in name:
+        return import_module(name.split(":", 1)[0])
     if name not in _MODULES:
         raise ValueError(f"no environment {name!r}; known: {', '.join(sorted(_MODULES))}, or 'module:attribute'")
     return import_module(_MODULES[name])
+
+
+def _attribute(name: str, attribute: str) -> Any:
+    try:
+        return getattr(_module(name), attribute)
+    except ModuleNotFoundError as e:
+        raise ValueError(f"{name}: no module {e.name!r} here; install it, or run where it can be imported") from e
+    except AttributeError:
+        raise ValueError(f"{name}: its module has no {attribute!r}") from None
 
 
 def make(name: str) -> Make:
@@ -32,17 +47,20 @@ def make(name: str) -> Make:
 
     Raises ValueError for an unknown name.
     """
-    if ":" in name:
-        module, attribute = name.split(":", 1)
-        return getattr(import_module(module), attribute)
-    return _module(name).make
+    return _attribute(name, name.split(":", 1)[1] if ":" in name else "make")
 
 
 def tasks(name: str, split: str = "train", n: int | None = None, seed: int = 0, **dials: Any) -> tuple[Task, ...]:
-    """The tasks of one split of a registered environment; ``n`` of them, drawn by ``seed``, or all."""
-    return _module(name).tasks(split, n=n, seed=seed, **dials)
+    """The tasks of one split, by the ``tasks`` function of the environment's module; ``n`` drawn by ``seed``, or all."""
+    return tuple(_attribute(name, "tasks")(split, n=n, seed=seed, **dials))
 
 
 def expert(task: Task) -> Agent:
     """The environment's own scripted agent for a task."""
-    return _module(task.root).expert(task)
+    return _attribute(task.root, "expert")(task)
+
+
+def transcripts(name: str, **dials: Any) -> Iterable[Transcript] | None:
+    """Recorded expert episodes of an environment, where it ships any that fit the dials; else None."""
+    recorded = getattr(_module(name), "transcripts", None)
+    return None if recorded is None else recorded(**dials)
