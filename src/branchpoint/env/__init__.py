@@ -51,7 +51,7 @@ def make(name: str) -> Make:
 
 
 def tasks(name: str, split: str = "train", n: int | None = None, seed: int = 0, **dials: Any) -> tuple[Task, ...]:
-    """The tasks of one split, by the ``tasks`` function of the environment's module; ``n`` drawn by ``seed``, or all."""
+    """The tasks of one split, by the module's own ``tasks``: ``n`` of them, drawn by ``seed``, or all."""
     return tuple(_attribute(name, "tasks")(split, n=n, seed=seed, **dials))
 
 
