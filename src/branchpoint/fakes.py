@@ -1,4 +1,4 @@
-"""Small worlds and a small policy that behave exactly as the seams promise: for tests, examples and one's own checks."""
+"""Small worlds and a small policy that keep the contracts of the seams: for tests, examples and one's own checks."""
 
 from __future__ import annotations
 
@@ -95,8 +95,9 @@ class ProbeWorld:
 
     State: ``add x`` (list and dict), ``next`` (a generator), ``call`` (a closure), ``global x`` (a module's list).
     Luck: ``random``, ``numpy`` (the global generators), ``event k`` (keyed), ``luck`` (the seeds held).
-    Faults: ``raise``, ``nan``, ``none``, ``print``, ``exit``, ``kill``, ``hang``. ``end`` ends the episode; anything else
-    is echoed, shortened. Without ``task.metadata["live"]`` it has no generator, so it can be copied by deepcopy.
+    Faults: ``raise``, ``nan``, ``none``, ``print``, ``exit``, ``kill``, ``hang``. ``end`` ends the episode;
+    anything else is echoed, shortened. Without ``task.metadata["live"]`` it has no generator or closure, so it can be
+    copied by deepcopy.
     """
 
     def __init__(self, task: Task) -> None:
@@ -198,13 +199,11 @@ class FakePolicy:
         if temperature <= 0:
             raise ValueError(f"temperature is {temperature}; expected a positive number")
         self.vocabulary = ("<end>", *words)
-        self.seed, self.order, self.restrict, self.temperature, self.context = (
-            seed,
-            order,
-            restrict,
-            temperature,
-            context,
-        )
+        self.seed = seed
+        self.order = order
+        self.restrict = restrict
+        self.temperature = temperature
+        self.context = context
         self._ids = {word: i for i, word in enumerate(self.vocabulary)}
         self._logits: dict[tuple[int, ...], Array] = {}
 

@@ -55,12 +55,12 @@ def _no_leak(forks: int) -> None:
             fds = open_fds()
             await _cycles(server, forks)
             assert server.live == 0
-            assert server._process is not None
+            assert server._template.process is not None
             with anyio.fail_after(10):
-                while descendants(server._process.pid):
+                while descendants(server._template.process.pid):
                     await anyio.sleep(0.01)
             assert abs(open_fds() - fds) <= 2
-            zygote = server._process.pid
+            zygote = server._template.process.pid
         assert not alive(zygote)
 
     run(test, 900)
@@ -86,8 +86,8 @@ def test_300_servers_worth_of_cycles_leave_no_descriptor() -> None:
             await env.reset()
             snapshot = await env.snapshot()
             await snapshot.restore(NOISE)
-            assert server._process is not None
-            tree = [server._process.pid, *descendants(server._process.pid)]
+            assert server._template.process is not None
+            tree = [server._template.process.pid, *descendants(server._template.process.pid)]
             assert len(tree) == 4
             await server.close()
             await server.close()
@@ -115,7 +115,7 @@ _TRAINER = """
         snapshot = await env.snapshot()
         hung = await snapshot.restore(Noise())
         child = (await env.step("spawn")).observation
-        pids = [server._process.pid, env.worker.pid, snapshot.worker.pid, hung.worker.pid, int(child)]
+        pids = [server._template.process.pid, env.worker.pid, snapshot.worker.pid, hung.worker.pid, int(child)]
         print(*pids, flush=True)
         if os.fork() == 0:  # a data loader, say: it must not keep the workers alive
             os.close(1)
@@ -152,8 +152,8 @@ def test_a_dead_zygote_is_replaced() -> None:
         async with ForkServer(preload=("sandbox_worlds",)) as server:
             env = await server.open(worlds.Faulty, TASK, NOISE)
             await env.reset()
-            assert server._process is not None
-            os.kill(server._process.pid, signal.SIGKILL)
+            assert server._template.process is not None
+            os.kill(server._template.process.pid, signal.SIGKILL)
             with pytest.raises(SandboxFailure, match="zygote ended with code -9"):
                 await server.open(worlds.Faulty, TASK, NOISE)
             assert (await env.step("ping")).observation == "pong"

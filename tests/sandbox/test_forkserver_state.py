@@ -178,7 +178,7 @@ def _reference(depth: int) -> list[str]:
     [(256, 64, False, True), (40, 8, False, True), (40, 8, True, False)],
 )
 def test_depth_stays_correct(depth: int, limit: int, declared: bool, rebased: bool) -> None:
-    """With and without rebasing every snapshot of a deep chain gives the same future as one process that never forks."""
+    """With and without rebasing, each snapshot of a deep chain has the future of one process that never forks."""
     right = _reference(depth)
 
     async def test() -> None:

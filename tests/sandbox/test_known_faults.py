@@ -72,9 +72,9 @@ def test_17_cycles_of_create_fork_kill_close(server: ForkServer) -> None:
             await snapshot.discard()
             start = start or open_fds()
         assert abs(open_fds() - start) <= 2
-        assert server._process is not None
+        assert server._template.process is not None
         with anyio.fail_after(10):
-            while descendants(server._process.pid):
+            while descendants(server._template.process.pid):
                 await anyio.sleep(0.01)
         assert not [p for p, state in descendants(os.getpid()).items() if state == "Z"]
 

@@ -29,9 +29,10 @@ def resolve(make: Make | str) -> Make:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
+    builder: Any = found
     if not callable(found):
         raise EnvironmentFailure(f"{make!r} is a {type(found).__name__}, not something that builds a world")
-    return found
+    return builder
 
 
 @contextmanager

@@ -6,6 +6,7 @@ node that nobody steps. A node ends when its socket does, so everything ends whe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import hashlib
@@ -65,10 +66,8 @@ class Reaper:
         if pid == 0:
             return False
         self.children.discard(pid)
-        try:
+        with contextlib.suppress(OSError):  # full, or the trainer is gone: only an explanation is lost
             os.write(self.pipe, b"%d %d\n" % (pid, status))
-        except OSError:  # full, or the trainer is gone: only an explanation is lost
-            pass
         return True
 
 
@@ -122,7 +121,7 @@ class Server:
         except OSError as error:
             os.close(fd)
             raise SandboxFailure(
-                f"fork failed: {error}; fewer live environments, or more memory, are needed"
+                f"fork failed: {error}; keep fewer environments alive, or allow more memory"
             ) from error
         if pid:
             os.close(fd)
@@ -260,6 +259,7 @@ class Zygote(Server):
                     self._preload(**message)
                     self.answer({})
                 elif call == "open":
+                    assert fd is not None
                     self._open(**message, fd=fd)
                 else:
                     self._bury()

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
-import subprocess
 import sys
 import time
 import weakref
@@ -25,18 +23,16 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 import anyio
-import anyio.to_thread
 
 from branchpoint.noise import Noise
 from branchpoint.sandbox import _wire
 from branchpoint.sandbox._drive import Stage
-from branchpoint.sandbox._node import fingerprint, started
-from branchpoint.sandbox._worker import Worker, cause
+from branchpoint.sandbox._node import fingerprint
+from branchpoint.sandbox._template import Template, recipe
+from branchpoint.sandbox._worker import Worker
 from branchpoint.world import BranchFailure, Make, SandboxFailure, SnapshotUnsupported, Step, Task
 
 Origin = tuple[dict[str, Any], Task]
-_ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")}
-_HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 @dataclass(slots=True)
@@ -106,22 +102,15 @@ class ForkServer:
             raise ValueError(f"memory_bytes is {memory_bytes}; expected a positive number, or None for no limit")
         if rebase_depth < 4:
             raise ValueError(f"rebase_depth is {rebase_depth}; expected at least 4")
-        self.preload = preload
         self.step_timeout_s = step_timeout_s
         self.start_timeout_s = start_timeout_s
         self.memory_bytes = memory_bytes
         self.rebase_depth = rebase_depth
-        self.huge_pages = huge_pages
-        self.quiet = quiet
         self.counters = Counters()
-        self._zygote: Worker | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._obituaries = -1
-        self._deaths: dict[int, int] = {}
+        self._template = Template(preload, huge_pages, quiet)
         self._workers: set[Worker] = set()
         self._envs: set[ForkEnv] = set()
         self._snapshots: set[ForkSnapshot] = set()
-        self._starting = anyio.Lock()
         self._closed = False
         _SERVERS.add(self)
 
@@ -139,44 +128,9 @@ class ForkServer:
 
     async def start(self) -> Worker:
         """Starts the zygote if it does not run, and imports ``preload`` there. ``open`` does it by itself."""
-        async with self._starting:
-            if self._closed:
-                raise RuntimeError("the fork server is closed")
-            if self._zygote is None or self._zygote.dead:
-                await self._stop_zygote()
-                self._zygote = self._launch()
-                try:
-                    await self._zygote.call("preload", self.start_timeout_s, modules=list(self.preload), path=sys.path)
-                except BranchFailure as error:
-                    self._zygote.kill(str(error))
-                    raise
-            return self._zygote
-
-    def _launch(self) -> Worker:
-        ours, theirs = socket.socketpair()
-        read, write = os.pipe()
-        os.set_blocking(read, False)
-        environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        environment.setdefault("PYTHONHASHSEED", "0")  # the order of sets must not depend on the process
-        if self.huge_pages:
-            environment |= _HUGE_PAGES
-        output = subprocess.DEVNULL if self.quiet else 2
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "branchpoint.sandbox._node", str(theirs.fileno()), str(write)],
-                pass_fds=(theirs.fileno(), write),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        os.close(write)
-        self._close_obituaries()
-        self._obituaries = read
-        zygote = Worker(ours, 0, self._explain)
-        zygote.pid, zygote.started = self._process.pid, started(self._process.pid)
-        return zygote
+        if self._closed:
+            raise RuntimeError("the fork server is closed")
+        return await self._template.start(self.start_timeout_s)
 
     async def open(self, make: Make | str, task: Task, noise: Noise) -> ForkEnv:
         """A live environment in a process of its own, built by ``make(task)`` and given its luck.
@@ -184,8 +138,7 @@ class ForkServer:
         ``make`` is what a worker can import: a function or class of a module, or ``"module:attribute"``.
         Raises EnvironmentFailure when building raises, SandboxFailure when no process can be had.
         """
-        build = _pickled(make)
-        origin: Origin = ({"make": build, "main": _main(build), "path": list(sys.path)}, task)
+        origin: Origin = (recipe(make), task)
         with self._timed("open"):
             worker = await self._spawn(origin, noise)
             self.counters.opens += 1
@@ -203,7 +156,7 @@ class ForkServer:
             ours, theirs = socket.socketpair()
         except OSError as error:
             raise SandboxFailure(f"{error}: raise the limit of open files (ulimit -n), or discard snapshots") from error
-        child = Worker(ours, parent.depth + 1, self._explain)
+        child = Worker(ours, parent.depth + 1, self._template.explain)
         try:
             with theirs:
                 name = await parent.call(call, limit, fd=theirs.fileno(), **arguments)
@@ -221,8 +174,7 @@ class ForkServer:
         self._workers.discard(worker)
         with anyio.CancelScope(shield=True):
             await worker.gone()
-        self._read_obituaries()
-        self._deaths.pop(worker.pid, None)
+        self._template.bury(worker.pid)
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -236,34 +188,6 @@ class ForkServer:
             name = f"{what}_seconds"
             setattr(self.counters, name, getattr(self.counters, name) + time.perf_counter() - start)
 
-    def _read_obituaries(self) -> None:
-        data = b""
-        with contextlib.suppress(BlockingIOError):
-            while block := os.read(self._obituaries, 1 << 16):
-                data += block
-        for line in data.splitlines():
-            pid, status = line.split()
-            self._deaths[int(pid)] = int(status)
-        while len(self._deaths) > 4096:
-            self._deaths.pop(next(iter(self._deaths)))
-
-    async def _explain(self, pid: int) -> str:
-        """Why a process died, as told by the one that waited for it."""
-        process = self._process
-        for _ in range(50):
-            if process is not None and pid == process.pid and process.poll() is not None:
-                return f"the zygote ended with code {process.returncode}"
-            self._read_obituaries()
-            if pid in self._deaths:
-                return cause(self._deaths.pop(pid))
-            await anyio.sleep(0.005)
-        return "cause unknown (it closed the connection)"
-
-    def _close_obituaries(self) -> None:
-        if self._obituaries >= 0:
-            os.close(self._obituaries)
-            self._obituaries = -1
-
     async def close(self) -> None:
         """Ends all environments, snapshots and the zygote, and waits until they are gone."""
         if self._closed:
@@ -275,24 +199,16 @@ class ForkServer:
                     group.start_soon(env.close)
             for snapshot in tuple(self._snapshots):
                 snapshot.worker.kill("the fork server was closed")
-            await self._stop_zygote()
+            await self._template.stop()
             self._workers.clear()
-            self._close_obituaries()
-
-    async def _stop_zygote(self) -> None:
-        if self._zygote is None or self._process is None:
-            return
-        with contextlib.suppress(BranchFailure):
-            await self._zygote.call("close", 15.0)
-        self._zygote.kill("the fork server was closed")
-        await anyio.to_thread.run_sync(self._process.wait, 15.0)
+            self._snapshots.clear()
 
     def _forget(self) -> None:
         """In a child that the trainer forked: lets go of the connections, which would keep workers alive for ever."""
-        for worker in (*self._workers, *([self._zygote] if self._zygote else [])):
+        for worker in self._workers:
             worker.dead = worker.dead or "the fork server belongs to the parent process"
             worker.sock.close()
-        self._close_obituaries()
+        self._template.forget()
         self._closed = True
 
 
@@ -305,26 +221,6 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def _pickled(make: Make | str) -> bytes:
-    try:
-        return pickle.dumps(make)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"make cannot be sent to a worker ({error}); pass a function or class of a module, or 'module:attribute'"
-        ) from error
-
-
-def _main(make: bytes) -> tuple[str, str] | None:
-    """Where a worker finds what the trainer's own script defines: a module name or a path; None if nothing is needed."""
-    script = sys.modules["__main__"]
-    if b"__main__" not in make:
-        return None
-    if script.__spec__ is not None:
-        return "module", script.__spec__.name
-    path = getattr(script, "__file__", None)
-    return None if path is None else ("path", os.path.abspath(path))
 
 
 class ForkEnv:
