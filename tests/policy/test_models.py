@@ -78,6 +78,8 @@ def test_plain_format(words):
     seen = [codec.observe(task, Step("desk 1"), first) for first in (True, False)]
     assert words.decode(seen[0]) == "<task> go to desk 1<obs> desk 1<act>"
     assert words.decode(seen[1]) == "<obs> desk 1<act>"
+    lines = codec.observe(task, Step("go\ngo"), False).tolist()
+    assert lines[1] == lines[3] == codec.encode("go")[0]
     assert words.decode(codec.observe(Task("t", "none"), Step(""), True)) == "<obs><act>"
 
 

@@ -290,7 +290,7 @@ class PlainCodec(_Words):
     """A plain format for a small model: ``<task> words <obs> words <act> words <end> <obs> words <act> ...``.
 
     The task is the text of the prompt's messages other than system ones (a small model learns its rules from
-    transcripts). Every stretch of words starts with a space, so that a word is the same token wherever it stands.
+    transcripts). Every line and every action starts with a space, so that a word is the same token wherever it stands.
     Nothing follows the stop token ``<end>`` but the next observation. Marks spelled out in an observation are ordinary
     text.
 
@@ -314,14 +314,17 @@ class PlainCodec(_Words):
         ids: list[int] = []
         if first:
             words = "\n".join(m.content for m in task.prompt if m.role != "system")
-            ids = [self._task, *self._words(words)] if words else []
-        return _ints([*ids, self._obs, *self._words(step.observation), self._act])
+            ids = [self._task, *self._shown(words)] if words else []
+        return _ints([*ids, self._obs, *self._shown(step.observation), self._act])
 
     def text(self, tokens: Ints | Sequence[int]) -> str:
         return self._played(tokens).removeprefix(" ")
 
     def encode(self, text: str) -> Ints:
         return _ints(self._words(text))
+
+    def _shown(self, text: str) -> list[int]:
+        return self._words(text.replace("\n", "\n "))
 
     def _words(self, text: str) -> list[int]:
         return self._ids(f" {text}", plain=True) if text else []

@@ -1,7 +1,8 @@
 """The embedded default: a Llama small enough to learn in a minute on one core, and a word-level tokenizer for it.
 
 A word is one token, its leading space included. Names and numbers are separate tokens (``desk_1`` is ``desk _1``;
-numbers go in pairs of digits, ``O0042`` is ``O 00 42``), so that what is learnt of one desk holds for the next. A word that is not in the vocabulary is spelled in bytes: decoding always gives back exactly what was encoded.
+numbers go in pairs of digits, ``O0042`` is ``O 00 42``), so that what is learnt of one desk holds for the next. A word
+that is not in the vocabulary is spelled in bytes: decoding always gives back exactly what was encoded.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def train_tokenizer(texts: Iterable[str], limit: int = 2048, least: int = 3) -> 
     )
     counts: Counter[str] = Counter()
     for text in texts:
-        counts.update(word for word, _ in splitter.pre_tokenize_str(f" {text}"))
+        lines = text.replace("\n", "\n ")  # as the plain format shows them
+        counts.update(word for word, _ in splitter.pre_tokenize_str(f" {lines}"))
     known = sorted((w for w, n in counts.items() if n >= least), key=lambda w: (-counts[w], w))[:limit]
     pairs = [f"{before}{i:0{width}d}" for before in ("", "Ġ", "_") for width in (1, 2) for i in range(10**width)]
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
