@@ -4,7 +4,7 @@
     python scripts/plan_alfworld.py pack plans.jsonl                    write the package data plans.jsonl.xz
 
 The packages' own planner (optimal, A*) takes from 10 ms to more than three minutes and a gigabyte for one game. A plan
-of this domain is one choice of things and places, so it is searched directly (``shortest_plan``). Where it does not win,
+of this domain is one choice of things and places, so it is searched directly (``shortest_plan``). Where it fails,
 the packages' planner is asked, in a process of its own with a limit of CPU time.
 """
 

@@ -1,6 +1,6 @@
 """ALFWorld: times of loading and stepping a game, and steps a second of 64 live branches in the fork server.
 
-    OMP_NUM_THREADS=1 python benchmarks/alfworld.py --out benchmarks/baselines/alfworld.json
+    OMP_NUM_THREADS=1 python benchmarks/alfworld_branches.py --out benchmarks/baselines/alfworld.json
 
 ``engine``: one process, games of all task types in turn, medians: loading untranslated, loading from the cache of
 translations, a step (admissible commands included). ``branches``: four games are opened, snapshotted at their start,
