@@ -1,0 +1,218 @@
+"""Snapshot and restore by process fork, against deepcopy and pickle of the same heap in the same run.
+
+    python benchmarks/fork.py [--heaps 1,50,500] [--depths 1,32,64,256] [--siblings 64] [--repeat 5] [--out FILE]
+
+A heap is a list of tuples of small integers and strings (the kind that is worst for copies), or, in a second column,
+one numpy array. Times are wall-clock medians, milliseconds. ``round trip`` is a snapshot of a live environment and a
+restore of it, both complete; ``cpu`` the processor time of the trainer in it. Written as JSON to
+benchmarks/baselines/fork.json with the load of the machine, since the figures depend on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import pickle
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+
+from branchpoint.noise import Noise
+from branchpoint.sandbox.forkserver import ForkEnv, ForkServer, ForkSnapshot
+from branchpoint.world import Step, Task
+
+TARGETS_MS = {1: 1.5, 50: 2.5, 500: 10.0}
+_BYTES_PER_ROW = 190  # of one tuple with its string and two integers, measured
+
+
+class HeapWorld:
+    """A world with a heap of so many megabytes. ``touch`` writes to one object in a hundred."""
+
+    def __init__(self, task: Task) -> None:
+        megabytes = int(task.metadata["megabytes"])
+        if task.metadata.get("kind") == "array":
+            self.heap: Any = np.ones(megabytes << 17)
+        else:
+            self.heap = [(n + 1000, n + 2000, f"object {n}") for n in range((megabytes << 20) // _BYTES_PER_ROW)]
+
+    def reset(self) -> Step:
+        return Step("ready")
+
+    def step(self, action: str) -> Step:
+        return Step(action)
+
+    def close(self) -> None: ...
+
+
+def ms(samples: list[float]) -> dict[str, float]:
+    ordered = sorted(samples)
+    return {
+        "p50": round(statistics.median(ordered) * 1e3, 3),
+        "p10": round(ordered[len(ordered) // 10] * 1e3, 3),
+        "n": len(ordered),
+    }
+
+
+def timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    result = call()
+    took = time.perf_counter() - start
+    del result
+    return took
+
+
+async def opened(server: ForkServer, megabytes: int, kind: str) -> ForkEnv:
+    env = await server.open(HeapWorld, Task("heap", "", metadata={"megabytes": megabytes, "kind": kind}), Noise())
+    await env.reset()
+    await (await env.snapshot()).discard()  # the first one also freezes the collector
+    return env
+
+
+async def round_trips(env: ForkEnv, repeat: int) -> dict[str, Any]:
+    snapshots, restores, both, cpu, steps = [], [], [], [], []
+    for n in range(repeat):
+        start, start_cpu = time.perf_counter(), time.process_time()
+        snapshot = await env.snapshot()
+        middle = time.perf_counter()
+        branch = await snapshot.restore(Noise(n))
+        end = time.perf_counter()
+        cpu.append(time.process_time() - start_cpu)
+        snapshots.append(middle - start)
+        restores.append(end - middle)
+        both.append(end - start)
+        await branch.step("x")
+        start = time.perf_counter()
+        await branch.step("x")
+        steps.append(time.perf_counter() - start)
+        await branch.close()
+        await snapshot.discard()
+    named = {"snapshot": snapshots, "restore": restores, "round_trip": both, "trainer_cpu": cpu, "step": steps}
+    return {name: ms(samples) for name, samples in named.items()}
+
+
+async def siblings(env: ForkEnv, count: int) -> dict[str, float]:
+    """Restores so many at once, all live together, and steps each."""
+    snapshot = await env.snapshot()
+    branches: list[ForkEnv] = []
+
+    async def one(n: int) -> None:
+        branches.append(await snapshot.restore(Noise(n)))
+
+    start = time.perf_counter()
+    async with anyio.create_task_group() as group:
+        for n in range(count):
+            group.start_soon(one, n)
+    restored = time.perf_counter() - start
+    private = sum(map(_private_bytes, (b.worker.pid for b in branches))) / count
+    for branch in branches:
+        await branch.close()
+    await snapshot.discard()
+    return {"restore_all_ms": round(restored * 1e3, 1), "private_mb_each": round(private / 2**20, 2)}
+
+
+def _private_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
+
+
+async def depths(server: ForkServer, env: ForkEnv, wanted: list[int], repeat: int) -> dict[str, Any]:
+    """Round trips on a chain of snapshots of restored snapshots, at the given numbers of levels, all alive."""
+    out: dict[str, Any] = {}
+    chain: list[ForkSnapshot] = [await env.snapshot()]
+    for level in range(1, max(wanted) + 1):
+        branch = await chain[-1].restore(Noise(level))
+        if level in wanted:
+            out[str(level)] = (await round_trips(branch, repeat))["round_trip"] | {"forks_deep": branch.worker.depth}
+        chain.append(await branch.snapshot())
+        await branch.close()
+    for snapshot in chain:
+        await snapshot.discard()
+    return out | {"rebases": server.counters.rebases}
+
+
+def copies(megabytes: int, kind: str, repeat: int) -> dict[str, Any]:
+    world = HeapWorld(Task("heap", "", metadata={"megabytes": megabytes, "kind": kind}))
+    blob = pickle.dumps(world)
+    return {
+        "deepcopy": ms([timed(lambda: copy.deepcopy(world)) for _ in range(repeat)]),
+        "pickle_dumps": ms([timed(lambda: pickle.dumps(world)) for _ in range(repeat)]),
+        "pickle_loads": ms([timed(lambda: pickle.loads(blob)) for _ in range(repeat)]),
+    }
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    heaps = [int(h) for h in args.heaps.split(",")]
+    result: dict[str, Any] = {
+        "machine": {
+            "cpus": os.cpu_count(),
+            "usable_cpus": len(os.sched_getaffinity(0)),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "load_before": os.getloadavg()[0],
+        },
+        "targets_ms": {str(h): TARGETS_MS.get(h) for h in heaps},
+        "fork": {},
+        "copy": {},
+    }
+    for name, huge in (("plain", False), ("huge_pages", True)):
+        async with ForkServer(huge_pages=huge, step_timeout_s=120.0) as server:
+            for megabytes in heaps:
+                for kind in ("objects", "array"):
+                    env = await opened(server, megabytes, kind)
+                    found = await round_trips(env, args.repeat if megabytes > 50 else 10 * args.repeat)
+                    if kind == "objects":
+                        found["siblings"] = await siblings(env, args.siblings)
+                    if kind == "objects" and megabytes == heaps[0]:
+                        found["depth"] = await depths(server, env, [int(d) for d in args.depths.split(",")], args.repeat)
+                    await env.close()
+                    result["fork"][f"{name}/{kind}/{megabytes}"] = found
+    for megabytes in heaps:
+        for kind in ("objects", "array"):
+            result["copy"][f"{kind}/{megabytes}"] = copies(megabytes, kind, args.repeat)
+    result["machine"]["load_after"] = os.getloadavg()[0]
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{'heap':<24}{'round trip':>11}{'p10':>9}{'step':>8}{'cpu':>8}{'deepcopy':>11}{'dump+load':>11}{'target':>8}"]
+    for name, found in result["fork"].items():
+        _, kind, megabytes = name.split("/")
+        other = result["copy"][f"{kind}/{megabytes}"]
+        pickled = other["pickle_dumps"]["p50"] + other["pickle_loads"]["p50"]
+        lines.append(
+            f"{name + ' MB':<24}{found['round_trip']['p50']:>11.2f}{found['round_trip']['p10']:>9.2f}"
+            f"{found['step']['p50']:>8.3f}{found['trainer_cpu']['p50']:>8.2f}{other['deepcopy']['p50']:>11.1f}"
+            f"{pickled:>11.1f}{result['targets_ms'][megabytes] or 0:>8.1f}"
+        )
+    for name, found in result["fork"].items():
+        if "siblings" in found:
+            lines.append(f"{name} MB, siblings at once: {found['siblings']}")
+        if "depth" in found:
+            lines.append(f"{name} MB, by depth: {found['depth']}")
+    return "\n".join([*lines, f"machine: {result['machine']}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heaps", default="1,50,500")
+    parser.add_argument("--depths", default="1,32,64,256")
+    parser.add_argument("--siblings", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "baselines" / "fork.json")
+    args = parser.parse_args()
+    result = anyio.run(measure, args)
+    print(table(result))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
