@@ -100,35 +100,41 @@ class Server:
 
     def answer(self, fields: dict[str, Any]) -> None:
         try:
-            body = _wire.frame(_wire.encode(fields))
+            body = _wire.encode(fields) if fields else b"{}"
         except BranchFailure as error:
-            body = _wire.frame(_wire.encode(_wire.failure_fields(error)))
+            body = _wire.encode(_wire.failure_fields(error))
+        self.send(body)
+
+    def send(self, body: bytes) -> None:
         try:
-            self.sock.sendall(body)
+            self.sock.sendall(_wire.frame(body))
         except OSError:
             self.end()
 
     def end(self) -> NoReturn:
         os._exit(0)
 
-    def fork(self, fd: int) -> dict[str, int] | None:
-        """Forks. The parent gets what names the child; the child gets None and serves the socket ``fd`` from now on.
+    def refuse(self, fd: int, error: BranchFailure) -> None:
+        """Tells a failure to whom the child's socket belongs."""
+        with socket.socket(fileno=fd) as sock, contextlib.suppress(OSError):
+            sock.sendall(_wire.frame(_wire.encode(_wire.failure_fields(error))))
+
+    def fork(self, fd: int) -> bool:
+        """Forks; True in the child, which serves the socket ``fd`` from now on and has told its pid there.
 
         Raises SandboxFailure when the kernel refuses.
         """
         try:
             pid = os.fork()
         except OSError as error:
-            os.close(fd)
             raise SandboxFailure(
                 f"fork failed: {error}; keep fewer environments alive, or allow more memory"
             ) from error
         if pid:
             os.close(fd)
             self.reaper.children.add(pid)
-            name = {"pid": pid, "started": started(pid)}
             self.reaper.reap()
-            return name
+            return False
         self.reaper.children.clear()
         self.poll.unregister(self.sock)
         self.sock.close()
@@ -136,7 +142,8 @@ class Server:
         self.sock.setblocking(True)
         self.poll.register(self.sock, select.POLLIN)
         os.setsid()  # a group of its own: it is ended with all that it starts
-        return None
+        self.send(b'{"pid": %d}' % os.getpid())
+        return True
 
 
 class Node(Server):
@@ -175,18 +182,20 @@ class Node(Server):
                 self.answer(fields)
 
     def _fork(self, noise: Noise | None, fd: int) -> dict[str, Any] | None:
-        """Forks this node. With a noise the child is reseeded; without one it is an exact copy."""
+        """Forks this node. With a noise the child is reseeded; without one it is an exact copy.
+
+        All that there is to say, a refusal too, is said on the child's socket.
+        """
         try:
             if not self.frozen:
                 _guard.check(self.own_fds | {fd}, self.reaper.children)
                 self._settle()
-        except BranchFailure:
-            os.close(fd)
-            raise
-        generator = random.getstate()  # CPython reseeds ``random`` in every child
-        child = self.fork(fd)
-        if child:
-            return child
+            generator = random.getstate()  # CPython reseeds ``random`` in every child
+            if not self.fork(fd):
+                return None
+        except BranchFailure as error:
+            self.refuse(fd, error)
+            return None
         try:
             random.setstate(generator)
             _guard.detach(self.own_fds)
@@ -289,13 +298,11 @@ class Zygote(Server):
                     f"importing {self.threaded} started a thread, and a process with threads cannot be forked; "
                     "start it in reset or step (and join it there) instead"
                 )
-        except BranchFailure:
-            os.close(fd)
-            raise
-        self._settle()
-        child = self.fork(fd)
-        if child:
-            self.answer(child)
+            self._settle()
+            if not self.fork(fd):
+                return
+        except BranchFailure as error:
+            self.refuse(fd, error)
             return
         try:
             _limit(memory_bytes)

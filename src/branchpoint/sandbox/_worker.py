@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
 import select
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -20,25 +21,53 @@ from branchpoint.world import SandboxFailure
 Explain = Callable[[int], Awaitable[str]]
 
 
-async def receive(sock: socket.socket) -> bytes:
-    """The next answer; empty when the other side is gone."""
-    head = await _exactly(sock, _wire.HEADER.size)
+async def _until(sock: socket.socket, deadline: float, writable: bool = False) -> None:
+    """Waits until a socket can be read (or written). Raises TimeoutError after ``deadline`` (of the loop's clock).
+
+    The event loop is used directly: this is the innermost wait, and a cancel scope around it costs more than the rest.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    add, remove = (loop.add_writer, loop.remove_writer) if writable else (loop.add_reader, loop.remove_reader)
+    fd = sock.fileno()
+    if fd < 0:
+        raise ConnectionAbortedError
+    add(fd, _wake, done, None)
+    timer = loop.call_at(deadline, _wake, done, TimeoutError())
+    try:
+        await done
+    finally:
+        timer.cancel()
+        if sock.fileno() == fd:
+            remove(fd)
+
+
+def _wake(future: asyncio.Future[None], error: Exception | None) -> None:
+    if not future.done():
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+
+async def receive(sock: socket.socket, deadline: float) -> bytes:
+    """The next answer; empty when the other side is gone. Raises TimeoutError after ``deadline``."""
+    head = await _exactly(sock, _wire.HEADER.size, deadline)
     if not head:
         return b""
     (length,) = _wire.HEADER.unpack(head)
     if length > _wire.LARGEST:
         raise SandboxFailure(f"the worker announced an answer of {length} bytes; the limit is {_wire.LARGEST}")
-    return await _exactly(sock, length)
+    return await _exactly(sock, length, deadline)
 
 
-async def _exactly(sock: socket.socket, size: int) -> bytes:
+async def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     parts = bytearray()
     while len(parts) < size:
         try:
             part = sock.recv(min(size - len(parts), 1 << 20))
         except BlockingIOError:
-            with contextlib.suppress(anyio.ClosedResourceError):
-                await anyio.wait_readable(sock)
+            await _until(sock, deadline)
             continue
         except OSError:
             return b""
@@ -48,7 +77,7 @@ async def _exactly(sock: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
-async def send(sock: socket.socket, data: bytes, fd: int | None) -> None:
+async def send(sock: socket.socket, data: bytes, fd: int | None, deadline: float) -> None:
     """Sends a request and, with its first byte, a descriptor. Nothing is raised when the other side is gone: the
     missing answer tells."""
     view = memoryview(data)
@@ -56,8 +85,7 @@ async def send(sock: socket.socket, data: bytes, fd: int | None) -> None:
         try:
             done = sock.send(view) if fd is None else socket.send_fds(sock, [view], [fd])
         except BlockingIOError:
-            with contextlib.suppress(anyio.ClosedResourceError):
-                await anyio.wait_writable(sock)
+            await _until(sock, deadline, writable=True)
             continue
         except OSError:
             return
@@ -79,40 +107,78 @@ class Worker:
         self.started = 0
         self.dead: str | None = None
         self._explain = explain
-        self._turn = anyio.Lock()
+        self._turn = asyncio.Lock()
 
-    async def ready(self, what: str, limit: float) -> None:
-        """Waits for the first answer of a fresh process. Raises the failure that it reports, and ends it then."""
+    @contextlib.asynccontextmanager
+    async def _mine(self) -> AsyncIterator[None]:
+        """The socket, for one request. Whoever used it last closes it once the worker is dead."""
         async with self._turn:
+            try:
+                yield
+            finally:
+                if self.dead is not None:
+                    self.sock.close()
+
+    async def ready(self, parent: Worker, what: str, limit: float) -> None:
+        """Waits for a child that ``parent`` was asked to fork: its pid, then that it can be used.
+
+        Raises the failure that either of them reports; the parent is to blame as long as there is no pid.
+        """
+        async with self._mine():
+            self.pid = (await self._answer(what, limit, blame=parent))["pid"]
+            with contextlib.suppress(OSError):
+                self.started = started(self.pid)
             await self._answer(what, limit)
 
-    async def call(self, name: str, limit: float, *, fd: int | None = None, **arguments: Any) -> dict[str, Any]:
-        """One request and its answer within ``limit`` seconds. Raises the typed failure of whatever goes wrong."""
+    async def post(self, name: str, limit: float, fd: int, **arguments: Any) -> None:
+        """A request whose answer comes on the socket that is sent along."""
         body = _wire.frame(pickle.dumps({"call": name, **arguments}))
-        async with self._turn:
+        async with self._mine():
             if self.dead:
                 raise SandboxFailure(self.dead)
-            return await self._answer(name, limit, body, fd)
+            await send(self.sock, body, fd, asyncio.get_running_loop().time() + limit)
 
-    async def _answer(self, name: str, limit: float, body: bytes = b"", fd: int | None = None) -> dict[str, Any]:
+    async def call(self, name: str, limit: float, **arguments: Any) -> dict[str, Any]:
+        """One request and its answer within ``limit`` seconds. Raises the typed failure of whatever goes wrong."""
+        body = _wire.frame(pickle.dumps({"call": name, **arguments}))
+        async with self._mine():
+            if self.dead:
+                raise SandboxFailure(self.dead)
+            return await self._answer(name, limit, body)
+
+    async def _answer(self, name: str, limit: float, body: bytes = b"", blame: Worker | None = None) -> dict[str, Any]:
+        culprit = blame or self
+        deadline = asyncio.get_running_loop().time() + limit
         try:
-            with anyio.fail_after(limit):
-                await send(self.sock, body, fd)
-                answer = await receive(self.sock)
+            await send(self.sock, body, None, deadline)
+            answer = await receive(self.sock, deadline)
             if not answer:
-                why = self.dead or f"the worker process died in {name}: {await self._explain(self.pid)}"
-                self.kill(why)
+                told = await self._explain(culprit.pid)
+                if blame is not None and blame.running:
+                    culprit, told = self, "it ended before it could answer"
+                why = culprit.dead or f"the worker process died in {name}: {told}"
+                culprit.kill(why)
                 raise SandboxFailure(why)
             fields = _wire.loads(answer)
         except TimeoutError:
-            self.kill(f"{name} took longer than its limit of {limit:g} s; its process was ended")
-            raise SandboxFailure(self.dead) from None
+            culprit.kill(f"{name} took longer than its limit of {limit:g} s; its process was ended")
+            raise SandboxFailure(culprit.dead) from None
         except BaseException:
             self.kill(f"{name} was cancelled or failed; its process was ended")
             raise
         if "fail" in fields:
             raise _wire.to_failure(fields)
         return fields
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is there and no zombie."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as f:
+                state = f.read().rpartition(b")")[2].split()
+        except OSError:
+            return False
+        return state[0] not in (b"Z", b"X") and int(state[19]) == self.started
 
     def kill(self, why: str) -> None:
         """Ends the process and everything in its group, at once. Safe to repeat; the first reason is kept."""
@@ -124,8 +190,10 @@ class Worker:
                 if started(self.pid) == self.started:
                     os.kill(self.pid, signal.SIGKILL)
                     os.killpg(self.pid, signal.SIGKILL)
-        anyio.notify_closing(self.sock)
-        self.sock.close()
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it
+        if not self._turn.locked():
+            self.sock.close()
 
     async def gone(self, limit: float = 5.0) -> None:
         """Waits until the process has ended."""

@@ -159,10 +159,9 @@ class ForkServer:
         child = Worker(ours, parent.depth + 1, self._template.explain)
         try:
             with theirs:
-                name = await parent.call(call, limit, fd=theirs.fileno(), **arguments)
-            child.pid, child.started = name["pid"], name["started"]
+                await parent.post(call, limit, theirs.fileno(), **arguments)
+            await child.ready(parent, call, limit)
             self.counters.forks += 1
-            await child.ready(call, limit)
         except BaseException as error:
             child.kill(str(error) or "cancelled")
             raise
