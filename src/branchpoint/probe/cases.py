@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from branchpoint.advantage import Bpo, Tree, full_returns
-from branchpoint.probe.enumerate import Forest, Moments, Place, Rule, exact, gradient, scheduled
+from branchpoint.probe.enumerate import Estimates, Forest, Moments, Place, Rule, exact, gradient, scheduled
 from branchpoint.probe.invalid import FAULTS, Faulty
 from branchpoint.probe.tabular import Mdp, Outcome
 from branchpoint.scheduler import Fixed, Flat, Threshold, TopEntropy
@@ -18,6 +18,8 @@ from branchpoint.tree import Array, Segments
 
 MOST_GROUPS = 3000
 """Groups of B trees are enumerated one by one up to this many."""
+MOST_TREES = 10_000
+"""Trees of one prefix, for :func:`local_variance`."""
 
 __all__ = ["FAULTS", "Design", "Traces", "bpo", "faults", "fixed", "local_variance", "selection", "traces"]
 
@@ -141,8 +143,15 @@ def bpo(mdp: Mdp, design: Design, lam: float, post: Any, normaliser: Any) -> Cos
 def local_variance(mdp: Mdp, time: int, width: int) -> tuple[float, float]:
     """The variance of BPO's local advantage (Eq. 3) at a fork at ``time``, and K/(K-1) E Var(R | s).
 
-    Both are given that the episode got there.
+    Both are given that the episode got there. Where the trees are too many to enumerate, the advantage's coefficients
+    are read off the estimator (it is linear in the K returns, which are independent given the state).
     """
+    there = mdp.visits()[time]
+    variance = float(there @ np.array(mdp.variance) / np.sum(there))
+    law = width / (width - 1) * variance
+    n = max(sum(1 for _ in mdp.episodes(int(s))) for s in np.flatnonzero(there))
+    if n * math.comb(n + width - 2, width - 1) > MOST_TREES:
+        return float(np.sum(_coefficients(width) ** 2)) * variance, law
     forest = Forest(mdp, fixed(mdp, Design((time,), (width,), nested=False)), ordered=True)
     estimator = Bpo(lam=0.0, normaliser="sum")
     p, a = [], []
@@ -153,9 +162,17 @@ def local_variance(mdp: Mdp, time: int, width: int) -> tuple[float, float]:
             p.append(probability)
             a.append(_given(segments, estimator)[at[0]])
     p, a = np.array(p) / np.sum(p), np.array(a)
-    there = mdp.visits()[time]
-    law = float(there @ np.array(mdp.variance) / np.sum(there))
-    return float(p @ a**2 - (p @ a) ** 2), width / (width - 1) * law
+    return float(p @ a**2 - (p @ a) ** 2), law
+
+
+def _coefficients(width: int) -> Array:
+    """[K] of every sibling's return, its coefficient in the local advantage of sibling 0."""
+    one = Mdp(((((1.0, 1.0, -1),), ((1.0, 0.0, -1),)),), ((0.5, 0.5),), (0,))
+    forest = Forest(one, fixed(one, Design((0,), (width,), nested=False)), ordered=True)
+    edges = {forest.edge(e)[0].reward: e for node in forest.roots() for e in node}
+    rows = [[edges[float(i == j)] for j in range(width)] for i in range(width)]
+    segments = [Segments.of(forest.tree(tuple(row))) for row in rows]
+    return np.array([_given(s, Bpo(lam=0.0, normaliser="sum"))[s.children()[0][0]] for s in segments])
 
 
 def _given(segments: Segments, estimator: Bpo) -> Array:
@@ -165,26 +182,29 @@ def _given(segments: Segments, estimator: Bpo) -> Array:
     return (credit.up + credit.down)[at]
 
 
-def selection(mdp: Mdp, scheduler: TopEntropy | Threshold) -> dict[str, Any]:
-    """What choosing forks by this scheduler does at the first step, and to the whole gradient.
+def selection(mdp: Mdp, scheduler: TopEntropy | Threshold, whole: bool = True) -> dict[str, Any]:
+    """What choosing forks by this scheduler does to the whole gradient and, if ``whole``, at the first step.
 
     The trees are given to the unbiased estimator as if the forks were predictable (propensity 1), which is what a
     library does that does not ask.
     """
-    forest = Forest(mdp, scheduled(scheduler, mdp), ordered=True)
+    forest = Forest(mdp, scheduled(scheduler, mdp), ordered=whole)
     roots = forest.roots()
-    tree = exact(forest, roots, Tree(gamma=1.0))
-    values = [Segments.of(forest.tree(n)) for n in roots]
-    mean_value = sum(p * s.mean_up(s.reward)[0] for p, s in zip(roots.values(), values, strict=True))
-    propagated = exact(forest, roots, Bpo(lam=1.0, normaliser="sum")).mean
-    propagated = propagated - exact(forest, roots, Bpo(lam=0.0, normaliser="sum")).mean
-    bias = float(np.linalg.norm(tree.mean - mdp.gradient))
+    p = np.array(list(roots.values()))
+    trees = [Segments.of(forest.tree(node)) for node in roots]
+
+    def mean(estimator: Estimates) -> Array:
+        return p @ np.array([gradient(mdp, s, estimator.credit(s)) for s in trees])
+
+    bias = float(np.linalg.norm(mean(Tree(gamma=1.0)) - mdp.gradient))
+    shift = float(p @ [s.mean_up(s.reward)[0] for s in trees]) - mdp.mean_return
+    if not whole:
+        return {"EU_minus_J": shift, "grad_bias": bias}
+    propagated = mean(Bpo(lam=1.0, normaliser="sum")) - mean(Bpo(lam=0.0, normaliser="sum"))
     return {
-        **_first_step(mdp, zip(roots.values(), values, strict=True)),
-        "tree_EU_minus_J": mean_value - mdp.mean_return,
-        "EU_minus_J": mean_value - mdp.mean_return,
+        **_first_step(mdp, zip(roots.values(), trees, strict=True)),
+        "tree_EU_minus_J": shift,
         "tree_grad_bias_norm": bias,
-        "grad_bias": bias,
         "true_grad_norm": float(np.linalg.norm(mdp.gradient)),
         "bpo_propagated_mean_norm": float(np.linalg.norm(propagated)),
     }

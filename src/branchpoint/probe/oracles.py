@@ -223,7 +223,7 @@ def _select(what: str, mdps: Mapping[str, Mdp], key: str, wanted: Mapping[str, A
         scheduler = cases.look_ahead(int(m[2]), width)
     else:
         scheduler = cases.threshold(float(m[3] or 0.6), int(m[4] or 1), width)
-    found = cases.selection(mdp, scheduler)
+    found = cases.selection(mdp, scheduler, whole=not set(wanted) <= {"EU_minus_J", "grad_bias"})
     for field, value in wanted.items():
         if field not in found:
             raise MalformedOracle(f"{what}: field {field!r} is unknown; known are {', '.join(found)}")
