@@ -142,7 +142,7 @@ class Bpo(_Strategy):
             own = np.flatnonzero(segments.branch == b)
             forks = [s for s in own if np.isfinite(local[s])]
             for s in own:
-                later = [f for f in forks if f > s and segments.parent[f] != 0]
+                later = [f for f in forks if f > s]
                 if s in forks:
                     advantage[s] = local[s]
                 elif later:
