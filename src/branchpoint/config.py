@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from branchpoint.advantage import Estimator, Tree
 from branchpoint.learner import LearnerConfig
@@ -31,14 +31,21 @@ class Frozen(BaseModel):
 class Sampling(Frozen):
     """How actions are sampled in training. The learner scores tokens under exactly this distribution.
 
-    ``restrict``: ``actions`` samples only the environment's admissible actions, ``grammar`` only what its grammar
-    matches, ``none`` anything.
+    ``restrict``: ``actions`` samples only a step's ``actions``, ``grammar`` only what its ``grammar`` matches; a step
+    that names none leaves the vocabulary open. ``greedy`` is for evaluation: always the most probable token.
     """
 
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
     restrict: Literal["none", "actions", "grammar"] = "none"
     greedy: bool = False
+
+    @field_validator("temperature")
+    @classmethod
+    def _positive(cls, value: float) -> float:
+        if value <= 0:
+            raise ValueError("must be positive (for the most probable token: greedy: true)")
+        return value
 
 
 class LoRA(Frozen):
@@ -46,7 +53,6 @@ class LoRA(Frozen):
 
     rank: int = Field(default=16, ge=1)
     alpha: float = Field(default=32.0, gt=0)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
     target_modules: str | tuple[str, ...] = "all-linear"
 
 

@@ -89,13 +89,15 @@ async def train(run: Run, report: Report) -> dict[str, Any]:
 def learn(learner: Learner, config: RunConfig, trees: Sequence[RolloutTree], ledger: Ledger) -> dict[str, Any]:
     """One update of the weights from one batch of trees: credit, packing, gradient steps. Returns the metrics."""
     pairs = [(s, config.estimator.credit(s)) for s in map(Segments.of, trees)]
-    informative = [(s, c) for s, c in pairs if c.informative]
+    settings = config.learner
+    # Without a signal there is nothing to learn but the pull of the KL penalty, where that is wanted.
+    weighed = [(s, c) for s, c in pairs if c.informative or (settings.kl > 0 and settings.kl_without_signal)]
     with ledger.clock("learning_seconds"):
         # A constant of the design: one root group a task, whatever this batch's trees look like.
-        metrics = learner.step(pack(informative, config.learner.token_budget), normaliser=config.training.tasks)
+        metrics = learner.step(pack(weighed, settings.token_budget), normaliser=config.training.tasks)
     ledger.updates += 1
-    ledger.trained_packed += sum(len(s.tokens) for s, _ in informative)
-    ledger.trained_flat += sum(flat_tokens(s) for s, _ in informative)
+    ledger.trained_packed += sum(len(s.tokens) for s, _ in weighed)
+    ledger.trained_flat += sum(flat_tokens(s) for s, _ in weighed)
     return rollout_metrics(trees, pairs) | asdict(metrics)
 
 

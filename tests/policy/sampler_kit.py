@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from branchpoint.config import Sampling
 from branchpoint.noise import Noise
-from branchpoint.policy.hf import HFPolicy, HFSession, Sampling
+from branchpoint.policy.hf import HFPolicy, HFSession
 from branchpoint.rollout import Action
 from branchpoint.world import Step
 

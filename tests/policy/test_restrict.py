@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from sampler_kit import NONE, model, run, teacher
 
+from branchpoint.config import Sampling
 from branchpoint.noise import Noise
 from branchpoint.policy.chat import PlainCodec
-from branchpoint.policy.hf import HFPolicy, Sampling
+from branchpoint.policy.hf import HFPolicy
 from branchpoint.policy.restrict import Actions, Grammars
 from branchpoint.policy.small import train_tokenizer
 from branchpoint.rollout import Action

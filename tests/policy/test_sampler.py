@@ -9,8 +9,9 @@ import torch
 from pydantic import ValidationError
 from sampler_kit import NONE, act, chosen, ids, model, policy, run, same, teacher
 
+from branchpoint.config import Sampling
 from branchpoint.noise import Noise
-from branchpoint.policy.hf import HFPolicy, HFSession, Sampling
+from branchpoint.policy.hf import HFPolicy, HFSession
 from branchpoint.rollout import Action
 from branchpoint.world import PolicyFailure, Step
 

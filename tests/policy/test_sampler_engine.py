@@ -8,9 +8,10 @@ import torch
 from chat_kit import CHATML, tokenizer
 from sampler_kit import NONE, act, chosen, ids, model, policy, run, same, teacher
 
+from branchpoint.config import Sampling
 from branchpoint.noise import Noise
 from branchpoint.policy.chat import ChatCodec
-from branchpoint.policy.hf import HFPolicy, Sampling
+from branchpoint.policy.hf import HFPolicy
 from branchpoint.rollout import Action
 from branchpoint.world import PolicyFailure, Step
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from branchpoint.config import Sampling
 from branchpoint.noise import Noise
 from branchpoint.policy.chat import Codec
 from branchpoint.policy.restrict import Actions, Grammars
@@ -21,28 +21,6 @@ from branchpoint.policy.sampler import Context, Engine, Request, Restriction, Ru
 from branchpoint.rollout import Action
 from branchpoint.tree import Ints
 from branchpoint.world import PolicyFailure, Step, Task
-
-
-class Sampling(BaseModel):
-    """How actions are sampled.
-
-    ``restrict``: ``actions`` samples only a step's ``actions``, ``grammar`` only what its ``grammar`` matches; a step
-    that names none leaves the vocabulary open. ``greedy`` is for evaluation: always the most probable token.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    temperature: float = 1.0
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    greedy: bool = False
-    restrict: Literal["none", "actions", "grammar"] = "none"
-
-    @field_validator("temperature")
-    @classmethod
-    def _positive(cls, value: float) -> float:
-        if not 0.0 < value < float("inf"):
-            raise ValueError(f"temperature is {value}; it must be positive (for the most probable token: greedy: true)")
-        return value
 
 
 class HFPolicy:

@@ -93,9 +93,7 @@ def adapt(model: Any, lora: LoRA, seed: int = 0) -> Any:
     if isinstance(model, peft.PeftModel):
         raise ModelError("the model already has an adapter: load it without lora=..., or merge it first")
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets
-    )
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
     try:
         with keyed(seed, "lora"):
             return peft.get_peft_model(model, config)

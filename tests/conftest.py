@@ -1,0 +1,6 @@
+"""One thread a process, set before numpy and torch start their pools: repeatable to the last bit, and fair to others."""
+
+import os
+
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[name] = "1"
