@@ -1,4 +1,4 @@
-"""One thread a process, set before numpy and torch start their pools: repeatable to the last bit, and fair to others."""
+"""One thread a process, set before numpy and torch start their pools: repeatable to the last bit."""
 
 import os
 

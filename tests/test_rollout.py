@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from branchpoint.advantage import Rloo
-from branchpoint.fakes import CoinWorld, CounterWorld, FakePolicy
 from branchpoint.ledger import Ledger
 from branchpoint.noise import Noise
 from branchpoint.rollout import Grower, Limits
 from branchpoint.sandbox.inprocess import InProcess
 from branchpoint.scheduler import Fixed, Flat, Threshold, TopEntropy
 from branchpoint.store import dump_tree
+from branchpoint.testing.fakes import CoinWorld, CounterWorld, FakePolicy
 from branchpoint.tree import RolloutTree, Segments
 from branchpoint.world import GraderFailure, SandboxFailure, Step, Task
 

@@ -48,7 +48,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; errors that a user can mend end in one line and status 1."""
-    arguments = parser().parse_args(argv)
+    arguments, rest = parser().parse_known_args(argv)
+    if any(r.startswith("-") for r in rest) or (rest and not hasattr(arguments, "overrides")):
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # key=value behind an option
+        arguments.overrides += rest
     try:
         return _run(arguments)
     except KeyboardInterrupt:

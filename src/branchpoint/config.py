@@ -35,7 +35,7 @@ class Sampling(Frozen):
     that names none leaves the vocabulary open. ``greedy`` is for evaluation: always the most probable token.
     """
 
-    temperature: float = Field(default=1.0, allow_inf_nan=False)
+    temperature: float = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
     restrict: Literal["none", "actions", "grammar"] = "none"
     greedy: bool = False
@@ -43,8 +43,8 @@ class Sampling(Frozen):
     @field_validator("temperature")
     @classmethod
     def _positive(cls, value: float) -> float:
-        if value <= 0:
-            raise ValueError("must be positive (for the most probable token: greedy: true)")
+        if not 0 < value < float("inf"):
+            raise ValueError(f"temperature is {value}; it must be positive (for the most probable token: greedy: true)")
         return value
 
 

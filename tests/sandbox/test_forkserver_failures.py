@@ -270,7 +270,7 @@ def test_siblings_with_rewards_and_failures_known_fault_18(server: ForkServer) -
 
     async def test() -> None:
         for fault, kind in (("hang", "sandbox"), ("exit", "sandbox"), ("raise", "environment"), ("nan", "grader")):
-            env = await server.open("branchpoint.fakes:ProbeWorld", task(), NOISE)
+            env = await server.open("branchpoint.testing.fakes:ProbeWorld", task(), NOISE)
             await env.reset()
             snapshot = await env.snapshot()
             server.step_timeout_s = 1.0 if fault == "hang" else 20.0
@@ -293,7 +293,7 @@ def test_siblings_with_rewards_and_failures_known_fault_18(server: ForkServer) -
 
 def test_unscored_is_a_grader_failure(server: ForkServer) -> None:
     async def test() -> None:
-        env = await server.open("branchpoint.fakes:ProbeWorld", task(), NOISE)
+        env = await server.open("branchpoint.testing.fakes:ProbeWorld", task(), NOISE)
         await env.reset()
         with pytest.raises(GraderFailure, match="reward is nan"):
             await env.step("nan")

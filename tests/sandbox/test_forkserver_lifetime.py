@@ -165,7 +165,7 @@ def test_a_dead_zygote_is_replaced() -> None:
 
 def test_64_live_workers_at_once(server: ForkServer) -> None:
     async def test() -> None:
-        env = await server.open("branchpoint.fakes:ProbeWorld", TASK, NOISE)
+        env = await server.open("branchpoint.testing.fakes:ProbeWorld", TASK, NOISE)
         await env.reset()
         snapshot = await env.snapshot()
         said: dict[int, str] = {}

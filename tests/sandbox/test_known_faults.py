@@ -13,9 +13,9 @@ import pytest
 import sandbox_worlds as worlds
 from sandbox_help import descendants, open_fds, run
 
-from branchpoint.fakes import FakePolicy
 from branchpoint.noise import Noise
 from branchpoint.sandbox.forkserver import ForkEnv, ForkServer
+from branchpoint.testing.fakes import FakePolicy
 from branchpoint.world import Step, Task
 
 NOISE = Noise(1, 2)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import sandbox_worlds as worlds
 
-from branchpoint.fakes import CoinWorld, CounterWorld, ProbeWorld
 from branchpoint.noise import Noise
 from branchpoint.sandbox.inprocess import InProcess, Method
 from branchpoint.sandbox.replay import Replay
+from branchpoint.testing.fakes import CoinWorld, CounterWorld, ProbeWorld
 from branchpoint.world import EnvironmentFailure, GraderFailure, SandboxFailure, SnapshotUnsupported, Step, Task
 
 NOISE = Noise(1, 2)

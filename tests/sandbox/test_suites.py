@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from sandbox_help import run
 
-from branchpoint.fakes import FakeSession
 from branchpoint.noise import Noise
 from branchpoint.sandbox.forkserver import ForkServer
 from branchpoint.sandbox.inprocess import InProcess, LocalEnv
@@ -27,6 +26,7 @@ from branchpoint.testing import (
     check_policy,
     check_sandbox,
 )
+from branchpoint.testing.fakes import FakeSession
 from branchpoint.world import Sandbox, Step, Task
 
 TASK = Task("t", "tests", seed=3)
@@ -57,7 +57,9 @@ def test_shipped_worlds_pass(world: Any) -> None:
     outside = random.getstate()
     check_env(world, TASK).assert_ok()
     assert random.getstate() == outside
-    check_env(f"branchpoint.fakes:{world.__name__}", TASK, actions=("up", "coin0", "random", "numpy")).assert_ok()
+    check_env(
+        f"branchpoint.testing.fakes:{world.__name__}", TASK, actions=("up", "coin0", "random", "numpy")
+    ).assert_ok()
 
 
 @pytest.mark.parametrize("restrict", [False, True])

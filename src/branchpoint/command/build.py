@@ -158,7 +158,7 @@ def run(config: RunConfig, folder: RunFolder, say: Say, report: Report) -> Itera
 def sandbox(config: RunConfig) -> Sandbox:
     """The sandbox that the config names."""
     if config.sandbox == "process":
-        return ForkServer()
+        return ForkServer(preload=tuple(m for spec in config.envs for m in envs.preload(spec.name)))
     from branchpoint.sandbox.inprocess import InProcess
     from branchpoint.sandbox.replay import Replay
 

@@ -16,6 +16,7 @@ from branchpoint.world import Make, Step, Task
 Transcript = tuple[Task, Sequence[tuple[Step, str]]]
 """A task, and in order what the world showed and the action that the expert answered with."""
 
+_PRELOAD = {"alfworld": ("branchpoint.env.alfworld_warm",)}
 _MODULES = {"backoffice": "branchpoint.env.backoffice", "alfworld": "branchpoint.env.alfworld"}
 
 
@@ -64,3 +65,8 @@ def transcripts(name: str, **dials: Any) -> Iterable[Transcript] | None:
     """Recorded expert episodes of an environment, where it ships any that fit the dials; else None."""
     recorded = getattr(_module(name), "transcripts", None)
     return None if recorded is None else recorded(**dials)
+
+
+def preload(name: str) -> tuple[str, ...]:
+    """What a process sandbox should import once, before it forks worlds of this environment."""
+    return _PRELOAD.get(name, ())

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from branchpoint.checks import Checks, Report, expect
-from branchpoint.fakes import ProbeWorld
 from branchpoint.noise import Noise
+from branchpoint.testing.fakes import ProbeWorld
+from branchpoint.testing.report import Checks, Report, expect
 from branchpoint.world import (
     BranchFailure,
     EnvironmentFailure,
@@ -48,7 +48,7 @@ async def check_sandbox(factory: Callable[[], Sandbox], *, depth: int = 12) -> R
 
 
 class _SandboxSuite:
-    """The checks of one sandbox, all on :class:`~branchpoint.fakes.ProbeWorld`."""
+    """The checks of one sandbox, all on :class:`~branchpoint.testing.fakes.ProbeWorld`."""
 
     def __init__(self, sandbox: Sandbox, depth: int) -> None:
         self.sandbox = sandbox
@@ -85,7 +85,7 @@ class _SandboxSuite:
     @asynccontextmanager
     async def env(self, *actions: str, make: Any = ProbeWorld, **metadata: Any) -> AsyncIterator[Any]:
         """An environment after reset and some actions."""
-        task = Task("probe", "branchpoint.fakes:ProbeWorld", seed=5, metadata=metadata)
+        task = Task("probe", "branchpoint.testing.fakes:ProbeWorld", seed=5, metadata=metadata)
         env = await settle(self.sandbox.open(make, task, self.noise))
         try:
             await settle(env.reset())
@@ -147,7 +147,7 @@ class _SandboxSuite:
                 await settle(branch.close())
 
     async def edges(self) -> None:
-        task = Task("probe", "branchpoint.fakes:ProbeWorld")
+        task = Task("probe", "branchpoint.testing.fakes:ProbeWorld")
         env = await settle(self.sandbox.open(ProbeWorld, task, self.noise))
         snapshot = await settle(env.snapshot())
         fresh = await settle(snapshot.restore(self.noise))

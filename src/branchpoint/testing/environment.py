@@ -1,13 +1,4 @@
-"""The shipped conformance suite: does a world, a sandbox or a policy keep its contract?
-
-Each check returns a :class:`Report` that can be printed, shown by a command line or asserted::
-
-    print(check_env(make, task))
-    (await check_sandbox(ForkServer)).assert_ok()
-    (await check_policy(policy)).assert_ok()
-
-Nothing is raised but by ``assert_ok``. The fakes of :mod:`branchpoint.fakes` pass, and are re-exported here.
-"""
+"""Does a world keep its contract?"""
 
 from __future__ import annotations
 
@@ -20,25 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from branchpoint.checks import Checks, Report, Result, expect
-from branchpoint.conformance import check_sandbox
-from branchpoint.conformance_policy import check_policy
-from branchpoint.fakes import CoinWorld, CounterWorld, FakePolicy, FakeSession, ProbeWorld
 from branchpoint.noise import Noise
+from branchpoint.testing.report import Checks, Report, expect
 from branchpoint.world import Make, Step, Task, World
-
-__all__ = [
-    "CoinWorld",
-    "CounterWorld",
-    "FakePolicy",
-    "FakeSession",
-    "ProbeWorld",
-    "Report",
-    "Result",
-    "check_env",
-    "check_policy",
-    "check_sandbox",
-]
 
 STRANGE = (
     "",

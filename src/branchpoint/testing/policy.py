@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from branchpoint.checks import Checks, Report, expect
 from branchpoint.noise import Noise
 from branchpoint.rollout import Action, Policy, Session
+from branchpoint.testing.report import Checks, Report, expect
 from branchpoint.tree import Floats, Ints
 from branchpoint.world import Step, Task
 
@@ -29,7 +29,7 @@ async def check_policy(
         tolerance: how far log-probabilities of a forked and a recomputed context may differ (a cache changes the order
             of sums; 0 for exact arithmetic).
     """
-    task = task or Task("policy-check", "branchpoint.fakes:CounterWorld")
+    task = task or Task("policy-check", "branchpoint.testing.fakes:CounterWorld")
     suite = _PolicySuite(policy, task, steps or _STEPS, max_tokens, tolerance)
     checks = Checks(f"policy {type(policy).__name__}")
     await checks.run_async("lengths agree", suite.lengths)
