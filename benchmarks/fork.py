@@ -24,33 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
+from heap_world import HeapWorld
 
 from branchpoint.noise import Noise
 from branchpoint.sandbox.forkserver import ForkEnv, ForkServer, ForkSnapshot
-from branchpoint.world import Step, Task
+from branchpoint.world import Task
 
 TARGETS_MS = {1: 1.5, 50: 2.5, 500: 10.0}
-_BYTES_PER_ROW = 190  # of one tuple with its string and two integers, measured
-
-
-class HeapWorld:
-    """A world with a heap of so many megabytes. ``touch`` writes to one object in a hundred."""
-
-    def __init__(self, task: Task) -> None:
-        megabytes = int(task.metadata["megabytes"])
-        if task.metadata.get("kind") == "array":
-            self.heap: Any = np.ones(megabytes << 17)
-        else:
-            self.heap = [(n + 1000, n + 2000, f"object {n}") for n in range((megabytes << 20) // _BYTES_PER_ROW)]
-
-    def reset(self) -> Step:
-        return Step("ready")
-
-    def step(self, action: str) -> Step:
-        return Step(action)
-
-    def close(self) -> None: ...
 
 
 def ms(samples: list[float]) -> dict[str, float]:

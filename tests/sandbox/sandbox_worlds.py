@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from branchpoint.noise import Noise
+from branchpoint.sandbox import _fork
 from branchpoint.world import Step, Task
 
 
@@ -165,7 +166,7 @@ class Faulty(Base):
         def refuse() -> int:
             raise BlockingIOError(11, "Resource temporarily unavailable")
 
-        os.fork = refuse
+        _fork.fork = refuse
         return "no more forks"
 
     def do_segfault(self, _: str) -> str:

@@ -58,9 +58,13 @@ def _where(error: BaseException) -> str:
     return f" [{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}]"
 
 
-def seed_globals(noise: Noise) -> None:
-    """Seeds the global generators of ``random`` and ``numpy.random`` (and of torch, once imported) for one branch."""
-    seed = digest(noise.own, "own", "global random state")  # what keys noise.private, and cheaper after a fork
+def globals_seed(noise: Noise) -> int:
+    """What seeds the global generators of one branch."""
+    return digest(noise.own, "own", "global random state")  # what keys noise.private, and cheaper after a fork
+
+
+def seed_globals(seed: int) -> None:
+    """Seeds the global generators of ``random`` and ``numpy.random`` (and of torch, once imported)."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # a list of integers would touch three times as many pages
     torch = sys.modules.get("torch")
@@ -70,7 +74,11 @@ def seed_globals(noise: Noise) -> None:
 
 def reseed(world: World, noise: Noise) -> None:
     """Gives a world its luck from here on: the global generators, then its own ``reseed(noise)`` if it has one."""
-    seed_globals(noise)
+    seed_globals(globals_seed(noise))
+    reseed_world(world, noise)
+
+
+def reseed_world(world: World, noise: Noise) -> None:
     own = getattr(world, "reseed", None)
     if own is not None:
         with typed("reseeding the environment"):
@@ -79,7 +87,7 @@ def reseed(world: World, noise: Noise) -> None:
 
 def build(make: Make | str, task: Task, noise: Noise) -> World:
     """A fresh world for a task under a luck. Raises EnvironmentFailure when the builder raises."""
-    seed_globals(noise)
+    seed_globals(globals_seed(noise))
     builder = resolve(make)
     with typed("building the environment"):
         world = builder(task)

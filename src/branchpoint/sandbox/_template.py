@@ -13,8 +13,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from branchpoint.sandbox._node import started
-from branchpoint.sandbox._worker import Worker, cause
+from branchpoint.sandbox._worker import Worker, cause, started
 from branchpoint.world import BranchFailure, Make
 
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")}
@@ -58,7 +57,7 @@ class Template:
         output = subprocess.DEVNULL if self.quiet else 2
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "branchpoint.sandbox._node", str(theirs.fileno()), str(write)],
+                [sys.executable, "-m", "branchpoint.sandbox._zygote", str(theirs.fileno()), str(write)],
                 pass_fds=(theirs.fileno(), write),
                 env=environment,
                 stdin=subprocess.DEVNULL,

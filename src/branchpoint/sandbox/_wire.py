@@ -1,19 +1,21 @@
 """Messages between the trainer and its workers, over stream sockets: a length, then the body.
 
 Requests are pickles (the trainer is trusted by its workers). Answers are JSON (a worker runs an environment on what an
-agent writes, so the trainer never unpickles what it sends). A request may carry one file descriptor.
+agent writes, so the trainer never unpickles what it sends). A request to fork or open carries one file descriptor.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import pickle
-import socket
 import struct
 from typing import Any
 
 import numpy as np
 
+from branchpoint.noise import Noise
 from branchpoint.world import (
     BranchFailure,
     EnvironmentFailure,
@@ -26,6 +28,8 @@ from branchpoint.world import (
 
 HEADER = struct.Struct("<I")
 LARGEST = 1 << 30
+LARGEST_READ = 1 << 20
+FORK = b"F"  # how a request to fork begins; a pickle begins with another byte
 _KINDS: dict[str, type[BranchFailure]] = {
     "policy": PolicyFailure,
     "environment": EnvironmentFailure,
@@ -41,35 +45,82 @@ def frame(body: bytes) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def receive(sock: socket.socket) -> tuple[dict[str, Any], int | None] | None:
-    """The next request and the descriptor that came with it; None when the other side is gone. Blocks."""
-    head, fds = _exactly(sock, HEADER.size)
-    if len(head) < HEADER.size:
-        return None
-    (length,) = HEADER.unpack(head)
-    body, more = _exactly(sock, length)
-    if len(body) < length:
-        return None
-    fds += more
-    return pickle.loads(body), fds[0] if fds else None
+class Inbox:
+    """Puts together the messages that arrive on one socket, in order, and the descriptors that came with some."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.fds: list[int] = []
+
+    def take(self) -> bytes | None:
+        """The body of the next message, or None while it is incomplete. Raises SandboxFailure when it is too long."""
+        data = self.data
+        if len(data) < HEADER.size:
+            return None
+        (length,) = HEADER.unpack_from(data)
+        if length > LARGEST:
+            raise SandboxFailure(f"a message of {length} bytes was announced; the limit is {LARGEST}")
+        end = HEADER.size + length
+        if len(data) < end:
+            return None
+        body = bytes(data[HEADER.size : end])
+        del data[:end]
+        return body
+
+    @property
+    def missing(self) -> int:
+        """The bytes that the message which has begun still lacks; 0 before its length is known."""
+        if len(self.data) < HEADER.size:
+            return 0
+        return HEADER.size + HEADER.unpack_from(self.data)[0] - len(self.data)
+
+    def clear(self) -> None:
+        """Forgets, and closes, what was meant for somebody else."""
+        self.data.clear()
+        while self.fds:
+            os.close(self.fds.pop())
 
 
-def _exactly(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    parts, fds, left = [], [], size
-    while left:
-        part, new, _, _ = socket.recv_fds(sock, min(left, 1 << 20), 4, socket.MSG_CMSG_CLOEXEC)
-        fds += new
-        if not part:
-            break
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts), fds
+def request(call: str, arguments: dict[str, Any]) -> bytes:
+    return frame(pickle.dumps({"call": call, **arguments}))
+
+
+def fork_request(noise: Noise | None, seed: int) -> bytes:
+    """The request to fork, with the luck of the child (None: an exact copy) and the seed of its global generators.
+
+    Plain text: unpickling would touch more of the process that is copied than all the rest.
+    """
+    if noise is None:
+        return frame(FORK)
+    return frame(FORK + b"%d %d %d %d" % (seed, noise.seed, noise.own, noise.clean))
+
+
+def fork_luck(body: bytes) -> list[int] | None:
+    """The numbers in a :func:`fork_request`: seed of the global generators, and the fields of the noise."""
+    return [int(number) for number in body[len(FORK) :].split()] or None
+
+
+def born(pid: int) -> bytes:
+    """The answer of a new process that is not ready yet: READY or a failure follows."""
+    return b'{"pid": %d}' % pid
+
+
+def ready(pid: int) -> bytes:
+    """The answer of a new process that can be used."""
+    return b'{"pid": %d, "ready": true}' % pid
+
+
+READY = b'{"ready": true}'
+
+
+def fingerprint(answer: bytes) -> str:
+    return hashlib.blake2b(answer, digest_size=8).hexdigest()
 
 
 def encode(value: Any) -> bytes:
     """An answer as JSON. Raises EnvironmentFailure when a Step's ``info`` does not fit into JSON."""
     try:
-        return json.dumps(value, default=_plain).encode()
+        return _encode(value).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentFailure(f"step.info must hold JSON values: {error}") from error
 
@@ -80,6 +131,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+_encode = json.JSONEncoder(default=_plain).encode
 
 
 def step_fields(step: Step) -> dict[str, Any]:

@@ -5,31 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import pickle
-import select
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import anyio
-
 from branchpoint.sandbox import _wire
-from branchpoint.sandbox._node import started
 from branchpoint.world import SandboxFailure
 
 Explain = Callable[[int], Awaitable[str]]
 
 
-async def _until(sock: socket.socket, deadline: float, writable: bool = False) -> None:
-    """Waits until a socket can be read (or written). Raises TimeoutError after ``deadline`` (of the loop's clock).
+def started(pid: int) -> int:
+    """When a process started, in clock ticks since boot: with the pid it names a process beyond doubt."""
+    with open(f"/proc/{pid}/stat", "rb") as f:
+        return int(f.read().rpartition(b")")[2].split()[19])
+
+
+async def _until(source: socket.socket | int, deadline: float, writable: bool = False) -> None:
+    """Waits until a socket or descriptor can be read (or written). Raises TimeoutError after ``deadline`` (of the
+    loop's clock).
 
     The event loop is used directly: this is the innermost wait, and a cancel scope around it costs more than the rest.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
     add, remove = (loop.add_writer, loop.remove_writer) if writable else (loop.add_reader, loop.remove_reader)
-    fd = sock.fileno()
+    fd = source if isinstance(source, int) else source.fileno()
     if fd < 0:
         raise ConnectionAbortedError
     add(fd, _wake, done, None)
@@ -38,7 +40,7 @@ async def _until(sock: socket.socket, deadline: float, writable: bool = False) -
         await done
     finally:
         timer.cancel()
-        if sock.fileno() == fd:
+        if isinstance(source, int) or source.fileno() == fd:
             remove(fd)
 
 
@@ -48,33 +50,6 @@ def _wake(future: asyncio.Future[None], error: Exception | None) -> None:
             future.set_result(None)
         else:
             future.set_exception(error)
-
-
-async def receive(sock: socket.socket, deadline: float) -> bytes:
-    """The next answer; empty when the other side is gone. Raises TimeoutError after ``deadline``."""
-    head = await _exactly(sock, _wire.HEADER.size, deadline)
-    if not head:
-        return b""
-    (length,) = _wire.HEADER.unpack(head)
-    if length > _wire.LARGEST:
-        raise SandboxFailure(f"the worker announced an answer of {length} bytes; the limit is {_wire.LARGEST}")
-    return await _exactly(sock, length, deadline)
-
-
-async def _exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        try:
-            part = sock.recv(min(size - len(parts), 1 << 20))
-        except BlockingIOError:
-            await _until(sock, deadline)
-            continue
-        except OSError:
-            return b""
-        if not part:
-            return b""
-        parts += part
-    return bytes(parts)
 
 
 async def send(sock: socket.socket, data: bytes, fd: int | None, deadline: float) -> None:
@@ -107,52 +82,64 @@ class Worker:
         self.started = 0
         self.dead: str | None = None
         self._explain = explain
+        self._inbox = _wire.Inbox()
         self._turn = asyncio.Lock()
-
-    @contextlib.asynccontextmanager
-    async def _mine(self) -> AsyncIterator[None]:
-        """The socket, for one request. Whoever used it last closes it once the worker is dead."""
-        async with self._turn:
-            try:
-                yield
-            finally:
-                if self.dead is not None:
-                    self.sock.close()
 
     async def ready(self, parent: Worker, what: str, limit: float) -> None:
         """Waits for a child that ``parent`` was asked to fork: its pid, then that it can be used.
 
         Raises the failure that either of them reports; the parent is to blame as long as there is no pid.
         """
-        async with self._mine():
-            self.pid = (await self._answer(what, limit, blame=parent))["pid"]
-            with contextlib.suppress(OSError):
-                self.started = started(self.pid)
-            await self._answer(what, limit)
+        async with self._turn:
+            try:
+                fields, _ = await self._answer(what, limit, blame=parent)
+                self.pid = fields["pid"]
+                with contextlib.suppress(OSError):
+                    self.started = started(self.pid)
+                if "ready" not in fields:
+                    await self._answer(what, limit)
+            finally:
+                self._release()
 
-    async def post(self, name: str, limit: float, fd: int, **arguments: Any) -> None:
+    async def post(self, limit: float, fd: int, request: bytes) -> None:
         """A request whose answer comes on the socket that is sent along."""
-        body = _wire.frame(pickle.dumps({"call": name, **arguments}))
-        async with self._mine():
-            if self.dead:
-                raise SandboxFailure(self.dead)
-            await send(self.sock, body, fd, asyncio.get_running_loop().time() + limit)
+        async with self._turn:
+            try:
+                if self.dead:
+                    raise SandboxFailure(self.dead)
+                await send(self.sock, request, fd, asyncio.get_running_loop().time() + limit)
+            finally:
+                self._release()
 
     async def call(self, name: str, limit: float, **arguments: Any) -> dict[str, Any]:
         """One request and its answer within ``limit`` seconds. Raises the typed failure of whatever goes wrong."""
-        body = _wire.frame(pickle.dumps({"call": name, **arguments}))
-        async with self._mine():
-            if self.dead:
-                raise SandboxFailure(self.dead)
-            return await self._answer(name, limit, body)
+        return (await self.exchange(name, limit, **arguments))[0]
 
-    async def _answer(self, name: str, limit: float, body: bytes = b"", blame: Worker | None = None) -> dict[str, Any]:
+    async def exchange(self, name: str, limit: float, **arguments: Any) -> tuple[dict[str, Any], bytes]:
+        """As :meth:`call`; the answer also as it was sent."""
+        request = _wire.request(name, arguments)
+        async with self._turn:
+            try:
+                if self.dead:
+                    raise SandboxFailure(self.dead)
+                return await self._answer(name, limit, request)
+            finally:
+                self._release()
+
+    def _release(self) -> None:
+        """Whoever used the socket last closes it once the worker is dead."""
+        if self.dead is not None:
+            self.sock.close()
+
+    async def _answer(
+        self, name: str, limit: float, request: bytes = b"", blame: Worker | None = None
+    ) -> tuple[dict[str, Any], bytes]:
         culprit = blame or self
         deadline = asyncio.get_running_loop().time() + limit
         try:
-            await send(self.sock, body, None, deadline)
-            answer = await receive(self.sock, deadline)
-            if not answer:
+            await send(self.sock, request, None, deadline)
+            answer = await self._receive(deadline)
+            if answer is None:
                 told = await self._explain(culprit.pid)
                 if blame is not None and blame.running:
                     culprit, told = self, "it ended before it could answer"
@@ -168,7 +155,22 @@ class Worker:
             raise
         if "fail" in fields:
             raise _wire.to_failure(fields)
-        return fields
+        return fields, answer
+
+    async def _receive(self, deadline: float) -> bytes | None:
+        """The next answer; None when the other side is gone. Raises TimeoutError after ``deadline``."""
+        while (answer := self._inbox.take()) is None:
+            await _until(self.sock, deadline)  # an answer is never there yet
+            try:
+                data = self.sock.recv(min(max(self._inbox.missing, 1 << 16), _wire.LARGEST_READ))
+            except BlockingIOError:
+                continue
+            except OSError:
+                return None
+            if not data:
+                return None
+            self._inbox.data += data
+        return answer
 
     @property
     def running(self) -> bool:
@@ -202,9 +204,9 @@ class Worker:
         except OSError:  # gone, or never started
             return
         try:
-            with contextlib.suppress(OSError), anyio.move_on_after(limit):
-                if started(self.pid) == self.started and not select.select([fd], [], [], 0)[0]:
-                    await anyio.wait_readable(fd)
+            with contextlib.suppress(OSError):
+                if started(self.pid) == self.started:
+                    await _until(fd, asyncio.get_running_loop().time() + limit)
         finally:
             os.close(fd)
 

@@ -26,8 +26,7 @@ import anyio
 
 from branchpoint.noise import Noise
 from branchpoint.sandbox import _wire
-from branchpoint.sandbox._drive import Stage
-from branchpoint.sandbox._node import fingerprint
+from branchpoint.sandbox._drive import Stage, globals_seed
 from branchpoint.sandbox._template import Template, recipe
 from branchpoint.sandbox._worker import Worker
 from branchpoint.world import BranchFailure, Make, SandboxFailure, SnapshotUnsupported, Step, Task
@@ -148,9 +147,14 @@ class ForkServer:
         build, task = origin
         zygote = await self.start()
         arguments = {"build": build, "task": task, "noise": noise, "memory_bytes": self.memory_bytes}
-        return await self._forked(zygote, "open", self.start_timeout_s, arguments)
+        return await self._forked(zygote, "open", self.start_timeout_s, _wire.request("open", arguments))
 
-    async def _forked(self, parent: Worker, call: str, limit: float, arguments: dict[str, Any]) -> Worker:
+    async def _copied(self, parent: Worker, noise: Noise | None) -> Worker:
+        """A copy of a worker: exact, or with its own luck."""
+        request = _wire.fork_request(noise, 0 if noise is None else globals_seed(noise))
+        return await self._forked(parent, "fork", self.step_timeout_s, request)
+
+    async def _forked(self, parent: Worker, call: str, limit: float, request: bytes) -> Worker:
         """A child of a worker, ready to be used."""
         try:
             ours, theirs = socket.socketpair()
@@ -159,7 +163,7 @@ class ForkServer:
         child = Worker(ours, parent.depth + 1, self._template.explain)
         try:
             with theirs:
-                await parent.post(call, limit, theirs.fileno(), **arguments)
+                await parent.post(limit, theirs.fileno(), request)
             await child.ready(parent, call, limit)
             self.counters.forks += 1
         except BaseException as error:
@@ -252,14 +256,14 @@ class ForkEnv:
 
     async def _play(self, call: str, limit: float, **arguments: Any) -> Step:
         try:
-            fields = await self.worker.call(call, limit, **arguments)
+            fields, answer = await self.worker.exchange(call, limit, **arguments)
             step = _wire.to_step(fields)
         except BranchFailure as error:
             self.server.counters.failures += 1
             self._stage.state = "failed"
             await self.server._retire(self.worker, f"this branch has failed: {error}")
             raise
-        self._event = _Event(self._event, call, arguments.get("action"), fingerprint(_wire.encode(fields)))
+        self._event = _Event(self._event, call, arguments.get("action"), _wire.fingerprint(answer))
         self._stage.after(step)
         return step
 
@@ -271,7 +275,7 @@ class ForkEnv:
         self._stage.enter("snapshot")
         server = self.server
         with server._timed("snapshot"):
-            worker = await server._forked(self.worker, "fork", server.step_timeout_s, {"noise": None})
+            worker = await server._copied(self.worker, None)
             server.counters.snapshots += 1
         return ForkSnapshot(server, worker, self._event, self._stage.state)
 
@@ -324,7 +328,7 @@ class ForkSnapshot:
         with server._timed("restore"):
             if self.depth >= server.rebase_depth:
                 await self._move_up()
-            worker = await server._forked(self.worker, "fork", server.step_timeout_s, {"noise": noise})
+            worker = await server._copied(self.worker, noise)
             server.counters.restores += 1
         env = ForkEnv(server, worker, _Event(self._event, "noise", noise))
         env._stage.state = self._stage
@@ -360,7 +364,7 @@ class ForkSnapshot:
             base = _shallow(history[-1], server.rebase_depth // 4)
         events = history[-2::-1]
         if base is not None:
-            worker = await server._forked(base.worker, "fork", server.step_timeout_s, {"noise": None})
+            worker = await server._copied(base.worker, None)
         else:
             worker = await server._spawn(*history[-1].argument)
         log = [(e.call, e.argument) for e in events]
