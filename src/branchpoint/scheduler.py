@@ -119,7 +119,7 @@ def _no_single(width: int) -> None:
 
 
 class Fixed(_Forking):
-    """Forks at fixed fractions of the expected length: the design of THEORY's fixed times.
+    """Forks at fixed fractions of the expected length: the designs of docs/math.md, section 5.
 
     ``at``: increasing fractions in (0, 1]; ``expected``: the expected length of an episode in ``unit`` (turns, or
     sampled tokens); the l-th fork of a path has ``width[l]`` children (or ``width``). A position counted in tokens is
@@ -265,7 +265,7 @@ class EquallySpaced(_Counted):
 
 
 class _LookAhead(_Counted):
-    """Ranks the positions of a finished branch. Biased (THEORY A.4); for comparison."""
+    """Ranks the positions of a finished branch. Biased (docs/math.md, section 4); for comparison."""
 
     predictable: ClassVar[bool] = False
     spacing: int = Field(default=64, ge=0)

@@ -1,4 +1,4 @@
-"""A synthetic order desk: one customer, one to three requests, twelve tools, and luck under control.
+"""A synthetic order desk: one customer, one to three requests, twelve tools and ``finish``, and luck under control.
 
 ``tasks(split)`` gives the pools (``train`` 2,000, ``validation`` 300, ``test`` 300, ``diagnostic`` 16), ``make(task)``
 the world, ``expert(task)`` a scripted agent that serves every clean task within its budget.
