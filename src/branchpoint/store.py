@@ -2,10 +2,10 @@
 
 A run folder holds: ``config.yaml`` (resolved), ``versions.json``, ``metrics.jsonl`` (repeatable numbers, one line an
 update), ``timings.jsonl`` (clocks), ``trees/NNNNNN.jsonl.zst`` (one tree a line), ``ledger.json``,
-``checkpoints/NNNNNN/`` (Hugging Face layout and the state of the trainer), ``reference/`` (the model that the KL penalty
-pulls towards, in full training) and ``curve.png``. Whatever is written is written beside its place and renamed, so a
-reader never sees half a file; only the ``.jsonl`` files grow line by line. A killed run loses at most what came after its
-last checkpoint.
+``checkpoints/NNNNNN/`` (Hugging Face layout and the state of the trainer), ``reference/`` (the model that the KL
+penalty pulls towards, in full training) and ``curve.png``. Whatever is written is written beside its place and renamed,
+so a reader never sees half a file; only the ``.jsonl`` files grow line by line. A killed run loses at most what came
+after its last checkpoint.
 """
 
 from __future__ import annotations
