@@ -33,22 +33,24 @@ class LearnerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0, description="on matrices only")
-    warmup_steps: int = Field(0, ge=0, description="updates until the full learning rate; linear, constant after")
-    max_grad_norm: float = Field(1.0, gt=0)
-    epochs: int = Field(1, ge=1, description="passes over the same rows, one update each")
-    clip_low: float = Field(0.2, ge=0, le=1)
-    clip_high: float = Field(0.2, ge=0)
-    kl: float = Field(0.0, ge=0, description="coefficient of the penalty towards the frozen reference")
+    weight_decay: float = Field(default=0.0, ge=0, description="on matrices only")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="updates until the full learning rate; linear, constant after"
+    )
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    epochs: int = Field(default=1, ge=1, description="passes over the same rows, one update each")
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    clip_high: float = Field(default=0.2, ge=0)
+    kl: float = Field(default=0.0, ge=0, description="coefficient of the penalty towards the frozen reference")
     kl_without_signal: bool = True
-    temperature: float = Field(1.0, gt=0, description="that of the sampler")
-    vocabulary: int | None = Field(None, ge=1)
-    token_budget: int = Field(8192, ge=1, description="tokens of a packed row")
+    temperature: float = Field(default=1.0, gt=0, description="that of the sampler")
+    vocabulary: int | None = Field(default=None, ge=1)
+    token_budget: int = Field(default=8192, ge=1, description="tokens of a packed row")
     kernel: Kernel = "segments"
     gradient_checkpointing: bool = False
-    bf16: bool = Field(False, description="autocast to bfloat16; else compute as the weights are")
+    bf16: bool = Field(default=False, description="autocast to bfloat16; else compute as the weights are")
 
 
 Where = npt.NDArray[np.int64]

@@ -57,7 +57,8 @@ class Action:
 class Session(Protocol):
     """One growing context: observation, action, observation, ... One owner; ``length`` counts its tokens."""
 
-    length: int
+    @property
+    def length(self) -> int: ...
 
     async def act(
         self, observation: Ints, step: Step, noise: Noise, max_tokens: int, prefix: Ints | None = None
@@ -269,22 +270,24 @@ class _Tree:
             while True:
                 turn, shared = b.turn, b.shared if not b.turns else np.zeros(0, np.int32)
                 action, observation = await self._act(b, session, step, shared)
+                name = None
                 points = self._points(b, turn, watch.see(turn, action.entropies))
                 if points or turn in watch.keeps():
                     whole = np.concatenate([shared, action.tokens]).astype(np.int32)
                     frozen = await self._freeze(env, points)
                     held = _Held(frozen, step, session.length - len(whole), b.sampled - len(shared), whole)
                     candidates[turn] = held
+                    name = f"{'.'.join(map(str, b.key)) or 'root'}@{turn}"
                     self._fork(b, held, session, points)
                 b.sampled += len(action.tokens)
                 shown = step
                 try:
                     step = await self._ask("environment_seconds", "step", env.step, action.text)
                 except BranchFailure:
-                    b.turns.append(_turn(action, observation, shown, Step("")))
+                    b.turns.append(_turn(action, observation, shown, Step(""), name))
                     raise
                 self.ledger.env_steps += 1
-                b.turns.append(_turn(action, observation, shown, step))
+                b.turns.append(_turn(action, observation, shown, step, name))
                 for t in set(candidates) - set(watch.keeps()):
                     await self._release(candidates.pop(t))
                 stop = self._stop(b, session, step)
@@ -378,7 +381,7 @@ class _Tree:
         return "length" if following >= self.limits.context_tokens else None
 
 
-def _turn(action: Action, observation: Ints, shown: Step, answer: Step) -> Turn:
+def _turn(action: Action, observation: Ints, shown: Step, answer: Step, snapshot: str | None) -> Turn:
     return Turn(
         observation=observation,
         action=action.tokens,
@@ -386,6 +389,7 @@ def _turn(action: Action, observation: Ints, shown: Step, answer: Step) -> Turn:
         raw_logprobs=action.raw_logprobs,
         entropies=action.entropies,
         reward=answer.reward,
+        snapshot=snapshot,
         allowed=action.allowed,
         text=action.text,
         shown=shown.observation,

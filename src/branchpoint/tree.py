@@ -52,7 +52,7 @@ class Turn:
     raw_logprobs: Floats  # [a]
     entropies: Floats  # [a]
     reward: float = 0.0
-    snapshot: str | None = None  # id of the snapshot taken before the action was played
+    snapshot: str | None = None  # name of the snapshot taken before the action, if there was one
     allowed: Allowed | None = None  # [a]
     text: str = ""  # the whole action as played, shared prefix included
     shown: str = ""  # the observation as text, for people
@@ -238,7 +238,7 @@ class Segments:
 
     @property
     def mass(self) -> Array:
-        """[S] w_e: the product of 1/kappa over the branch nodes on the path, the root group included (THEORY 0)."""
+        """[S] w_e: the product of 1/kappa over the branch nodes on the path, the root group included."""
         kappa = self.kappa
         steps = np.array([0.0 if p < 0 else -np.log(kappa[p]) for p in self.parent])
         return np.exp(self.sum_down(steps))

@@ -95,7 +95,8 @@ def transcripts(config: RunConfig) -> Iterator[Transcript]:
 
 def _played(spec: EnvSpec) -> Iterator[Transcript]:
     """The expert's won episodes on the training tasks, then on more of the same split."""
-    for task in envs.tasks(spec.name, **spec.options, **(spec.train | {"n": None})):
+    dials: dict[str, Any] = {**spec.options, **spec.train, "n": None}
+    for task in envs.tasks(spec.name, **dials):
         turns, won = play_expert(task)
         if won:
             yield task, turns

@@ -71,8 +71,10 @@ def _policy(name: str) -> Any:
     if name == "fake":
         return asyncio.run(check_policy(FakePolicy()))
     if ":" in name:
-        found = _attribute(name)
-        return asyncio.run(check_policy(found() if callable(found) and not hasattr(found, "open") else found))
+        found: Any = _attribute(name)
+        if callable(found) and not hasattr(found, "open"):
+            found = found()
+        return asyncio.run(check_policy(found))
     return asyncio.run(_model(name, check_policy))
 
 

@@ -12,7 +12,7 @@ from rich.tree import Tree as Lines
 
 from branchpoint.advantage import Estimator
 from branchpoint.store import StoreError, read_trees
-from branchpoint.tree import Credit, RolloutTree, Segments
+from branchpoint.tree import Branch, Credit, RolloutTree, Segments
 
 
 def newest_trees(place: Path) -> Path:
@@ -95,7 +95,7 @@ def _line(tree: RolloutTree, segments: Segments, credit: Credit | None, s: int, 
     b = tree.branches[segments.branch[s]]
     record = b.turns[segments.turn[s] - b.first_turn]
     own = np.flatnonzero(segments.sampled[segments.start[s] : segments.start[s + 1]]) + segments.start[s]
-    text = Text()
+    text = Text(no_wrap=True, overflow="ellipsis")
     text.append("⑂ " if fork else "", style="cyan")
     text.append(f"{segments.turn[s]:>2} ", style="dim")
     text.append(_clip(record.text, 60), style="bold" if fork else "")
@@ -104,10 +104,19 @@ def _line(tree: RolloutTree, segments: Segments, credit: Credit | None, s: int, 
     if credit is not None and len(own) and credit.share[own[0]] > 0:
         a = (credit.up[own[0]] + credit.down[own[0]]) / credit.share[own[0]]
         text.append(f"  A {a:+.2f}", style="green" if a > 0 else "red" if a < 0 else "dim")
+    answer = _answer(b, int(segments.turn[s]))
+    if answer and not segments.leaf[s]:
+        text.append(f"  → {_clip(answer, 48)}", style="dim")
     if segments.leaf[s]:
         total = tree.total_reward(b.id)
         text.append(f"  ● R {total:g} ({b.stop})", style="bold green" if total > 0 else "bold magenta")
     return text
+
+
+def _answer(b: Branch, turn: int) -> str:
+    """What the world said to the action of a turn, as far as this branch recorded it."""
+    after = turn + 1 - b.first_turn
+    return b.turns[after].shown if after < len(b.turns) else ""
 
 
 def _clip(text: str, width: int) -> str:

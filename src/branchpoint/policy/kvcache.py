@@ -10,7 +10,7 @@ one CPU thread; see ``MIN_ROWS``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,6 +53,15 @@ class Plan:
     groups: tuple[_Group, ...]
     tail: torch.Tensor  # [singles, 1, BLOCK] 0 or -inf: the last block of each single token's context
     chunks: tuple[tuple[int, Chunk, torch.Tensor | None], ...]  # row offset, chunk, mask (None: causal from 0)
+    _rows: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def rows(self, heads: int) -> torch.Tensor:
+        """[t * heads] where the tokens' keys go, in a layer of the store seen as rows."""
+        if heads not in self._rows:
+            head = torch.arange(heads, device=self.slots.device)
+            slots = (self.slots[:, None] * heads + head) * self.store.capacity
+            self._rows[heads] = (slots + self.positions[:, None]).flatten()
+        return self._rows[heads]
 
 
 def rounded(length: int) -> int:
@@ -164,9 +173,9 @@ class KVStore:
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def layer(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer; ``like`` is [1, kv_heads, T, d]."""
+        """Keys and values of a layer; ``like`` is [T, kv_heads, d]."""
         if index not in self.layers:
-            shape = (self.slots, like.shape[1], self.capacity, like.shape[3])
+            shape = (self.slots, like.shape[1], self.capacity, like.shape[2])
             self.layers[index] = (like.new_zeros(shape), like.new_zeros(shape))
         return self.layers[index]
 
@@ -201,30 +210,42 @@ def attend(
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"the in-process sampler needs standard attention; this model uses {name}")
-    keys, values = kv_plan.store.layer(int(module.layer_idx), key)  # pyright: ignore[reportArgumentType]
-    real = len(kv_plan.slots)
-    keys[kv_plan.slots, :, kv_plan.positions] = key[0, :, :real].transpose(0, 1)
-    values[kv_plan.slots, :, kv_plan.positions] = value[0, :, :real].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = query.new_zeros((query.shape[2], query.shape[1], query.shape[3]))
-    if kv_plan.singles:
-        _decode(kv_plan, query, keys, values, scale, out)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return mix(kv_plan, int(module.layer_idx), q, k, v, scale)[None], None  # pyright: ignore[reportArgumentType]
+
+
+def mix(
+    p: Plan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Writes the new keys and values [T, kv_heads, d] of a layer to the store and attends with query [T, heads, d].
+
+    Returns [T, heads, d], contiguous. Padding tokens get zeros.
+    """
+    keys, values = p.store.layer(layer, key)
+    real = len(p.slots)
+    rows = p.rows(key.shape[1])
+    keys.view(-1, keys.shape[-1]).index_copy_(0, rows, key[:real].reshape(-1, keys.shape[-1]))
+    values.view(-1, values.shape[-1]).index_copy_(0, rows, value[:real].reshape(-1, values.shape[-1]))
+    out = query.new_zeros(query.shape)
+    if p.singles:
+        _decode(p, query, keys, values, scale, out)
     repeats = query.shape[1] // key.shape[1]
-    for row, c, mask in kv_plan.chunks:
+    for row, c, mask in p.chunks:
         end = c.start + c.length
         k, v = (t[c.slot, :, :end].repeat_interleave(repeats, 0)[None] for t in (keys, values))
-        q = query[:, :, row : row + c.length]
+        q = query[row : row + c.length].transpose(0, 1)[None]
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         out[row : row + c.length] = o[0].transpose(0, 1)
-    return out[None], None
+    return out
 
 
 def _decode(
     p: Plan, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor
 ) -> None:
     """One token a session: scores, softmax and mixture as batched products over adjacent slots, without a copy."""
-    n, heads, d, kv = p.singles, query.shape[1], query.shape[3], keys.shape[1]
-    q = (query[0, :, :n].transpose(0, 1) * scale).reshape(n * kv, heads // kv, d)
+    n, (_, heads, d), kv = p.singles, query.shape, keys.shape[1]
+    q = (query[:n] * scale).reshape(n * kv, heads // kv, d)
     mixed = out[:n].view(n * kv, heads // kv, d)
     for g in p.groups:
         scores = q.new_empty(((g.hi - g.lo) * kv, heads // kv, g.width))

@@ -18,6 +18,7 @@ import torch
 
 from branchpoint.policy import kvcache
 from branchpoint.policy.draw import Drawn, draw
+from branchpoint.policy.lean import lean
 from branchpoint.policy.models import require
 from branchpoint.tree import Array, Ints
 from branchpoint.world import PolicyFailure
@@ -144,6 +145,7 @@ class Engine:
         require("transformers").AttentionInterface.register(kvcache.NAME, kvcache.attend)
         self.model, self.rule, self.chunk, self.budget = model, rule, chunk, budget
         self.store = kvcache.KVStore(model.device, model.dtype)
+        self.lean = lean(model)
         self.steps = 0
         self._waiting: list[Request] = []
         self._task: asyncio.Task[None] | None = None
@@ -220,17 +222,27 @@ class Engine:
         padding = max(0, kvcache.MIN_ROWS - real)
         positions = torch.nn.functional.pad(plan.positions, (0, padding))
         keep = rows + rows[:1] * (kvcache.MIN_ROWS - len(rows)) if rows else [0]
-        with switched(self.model):
-            logits = self.model(
-                input_ids=torch.tensor([tokens + [0] * padding], device=device),
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=torch.tensor(keep, device=device),
-                kv_plan=plan,
-            ).logits[0, : len(rows), : self.rule.vocabulary]
+        row = torch.tensor(tokens + [0] * padding, device=device)
+        logits = self._logits(row, positions, torch.tensor(keep, device=device), plan)
+        logits = logits[: len(rows), : self.rule.vocabulary]
         for c, request in batch:
             request.context.cached += c.length
         return due, logits
+
+    def _logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, plan: kvcache.Plan
+    ) -> torch.Tensor:
+        """[k, V] after the rows ``keep`` of the T tokens."""
+        with switched(self.model):
+            if self.lean is not None and self.lean.usable:
+                return self.lean.logits(tokens, positions, keep, plan)
+            return self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=keep,
+                kv_plan=plan,
+            ).logits[0]
 
     def _ready(self, due: list[Request], logits: torch.Tensor) -> tuple[list[Request], list[Ints | None], torch.Tensor]:
         """The requests that can draw, and the ids open to each; the others fail alone."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from branchpoint.noise import Noise, digest
 from branchpoint.world import BranchFailure, EnvironmentFailure, Make, SandboxFailure, Step, Task, World
@@ -64,12 +63,54 @@ def globals_seed(noise: Noise) -> int:
 
 
 def seed_globals(seed: int) -> None:
-    """Seeds the global generators of ``random`` and ``numpy.random`` (and of torch, once imported)."""
+    """Seeds the global generators of ``random``, ``numpy.random`` and torch; of the last two once they are imported."""
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # a list of integers would touch three times as many pages
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "manual_seed"):
-        torch.manual_seed(seed >> 65)
+    _late.seed = seed
+    for name, own in _GENERATORS.items():
+        module = sys.modules.get(name)
+        if module is not None:
+            own(module, seed)
+
+
+def _seed_numpy(module: Any, seed: int) -> None:
+    module.seed(seed & 0xFFFFFFFF)  # a list of integers would touch three times as many pages
+
+
+def _seed_torch(module: Any, seed: int) -> None:
+    if hasattr(module, "manual_seed"):  # else it is being imported
+        module.manual_seed(seed >> 65)
+
+
+_GENERATORS: dict[str, Callable[[Any, int], None]] = {"numpy.random": _seed_numpy, "torch": _seed_torch}
+
+
+class _Late:
+    """Seeds a global generator that is imported after the seeding, so that it makes no difference when."""
+
+    seed: int | None = None
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in _GENERATORS or self.seed is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            run: Callable[[Any], None] = spec.loader.exec_module
+
+            def run_and_seed(module: Any) -> None:
+                run(module)
+                _GENERATORS[fullname](module, self.seed or 0)
+
+            spec.loader.exec_module = run_and_seed  # type: ignore[method-assign]
+        return spec
+
+
+_late = _Late()
+
+
+def watch_imports() -> None:
+    """In a process that serves one world: from now on, generators are seeded when they are imported."""
+    if _late not in sys.meta_path:
+        sys.meta_path.insert(0, _late)
 
 
 def reseed(world: World, noise: Noise) -> None:
@@ -91,6 +132,8 @@ def build(make: Make | str, task: Task, noise: Noise) -> World:
     builder = resolve(make)
     with typed("building the environment"):
         world = builder(task)
+    if hasattr(world, "reseed"):
+        importlib.import_module("numpy.random")  # what a Noise draws with: here once, not in every branch anew
     reseed(world, noise)
     return world
 

@@ -12,8 +12,6 @@ import os
 import re
 import stat
 import struct
-import tempfile
-import threading
 from collections.abc import Collection
 
 from branchpoint.world import SnapshotUnsupported
@@ -41,6 +39,8 @@ def check(own_fds: Collection[int], own_children: Collection[int]) -> list[int]:
 def _check_threads() -> None:
     running = threads()
     if running > 1:
+        import threading
+
         names = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
         known = f" ({', '.join(names)})" if names else " (started by a native library)"
         raise SnapshotUnsupported(
@@ -153,6 +153,8 @@ def detach(held: Collection[int]) -> None:
 
 def _copy(fd: int, size: int) -> int:
     """A descriptor of a new unnamed file with the same content."""
+    import tempfile  # as threading above: rarely needed, and each module that is loaded makes all forks slower
+
     source = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     with tempfile.TemporaryFile(buffering=0) as file:
         at = 0

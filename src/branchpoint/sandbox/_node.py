@@ -72,8 +72,10 @@ class Reaper:
         if pid == 0:
             return False
         self.children.discard(pid)
-        with contextlib.suppress(OSError):  # full, or the trainer is gone: only an explanation is lost
+        try:
             os.write(self.pipe, b"%d %d\n" % (pid, status))
+        except OSError:
+            pass  # full, or the trainer is gone: only an explanation is lost
         return True
 
 
@@ -139,9 +141,11 @@ class Server:
         if pid:
             self.reaper.children.add(pid)
             if tell:
-                with contextlib.suppress(OSError):  # it has died already, or the trainer is gone
+                try:
                     os.setpgid(pid, pid)  # so that it can be ended with all that it starts, and nothing else
                     os.write(fd, _wire.frame(_wire.ready(pid)))
+                except OSError:
+                    pass  # it has died already, or the trainer is gone
             os.close(fd)
             return False
         os.dup2(fd, self.sock.fileno(), inheritable=False)

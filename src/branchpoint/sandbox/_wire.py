@@ -11,9 +11,8 @@ import json
 import os
 import pickle
 import struct
+import sys
 from typing import Any
-
-import numpy as np
 
 from branchpoint.noise import Noise
 from branchpoint.world import (
@@ -126,9 +125,8 @@ def encode(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")
 

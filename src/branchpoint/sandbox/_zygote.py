@@ -7,9 +7,7 @@ import gc
 import importlib
 import os
 import pickle
-import random
 import resource
-import runpy
 import signal
 import socket
 import sys
@@ -99,9 +97,8 @@ class Zygote(Server):
         """Before the first fork: everything that each child would otherwise do anew, or touch."""
         if not self.settled:
             self.settled = True
-            generator = random.getstate()
-            _drive.seed_globals(0)  # imports numpy.random
-            random.setstate(generator)
+            if "numpy" in sys.modules:
+                importlib.import_module("numpy.random")  # a part that numpy imports when it is first used
             gc.collect()
             gc.freeze()
 
@@ -143,6 +140,8 @@ def _extend(path: list[str]) -> None:
 
 def _load_main(kind: str, name: str) -> None:
     """Makes what the trainer's script defines importable here, without running its ``if __name__ == "__main__"``."""
+    import runpy
+
     run = runpy.run_path if kind == "path" else runpy.run_module
     module = types.ModuleType("__mp_main__")
     module.__dict__.update(run(name, run_name="__mp_main__"))
@@ -163,6 +162,7 @@ def main(sock_fd: int, pipe: int) -> NoReturn:
     os.set_inheritable(sock_fd, False)
     os.set_inheritable(pipe, False)
     os.set_blocking(pipe, False)
+    _drive.watch_imports()
     Zygote(sock, Reaper(pipe)).serve()
 
 
