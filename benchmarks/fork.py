@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from heap_world import HeapWorld
 
 from branchpoint.noise import Noise
 from branchpoint.sandbox.forkserver import ForkEnv, ForkServer, ForkSnapshot
 from branchpoint.world import Task
+from heap_world import HeapWorld
 
 TARGETS_MS = {1: 1.5, 50: 2.5, 500: 10.0}
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from branchpoint.world import Step, Task
 
 _BYTES_PER_ROW = 190  # of one tuple with its string and two integers, measured
@@ -17,6 +15,8 @@ class HeapWorld:
     def __init__(self, task: Task) -> None:
         megabytes = int(task.metadata["megabytes"])
         if task.metadata.get("kind") == "array":
+            import numpy as np
+
             self.heap: Any = np.ones(megabytes << 17)
         else:
             self.heap = [(n + 1000, n + 2000, f"object {n}") for n in range((megabytes << 20) // _BYTES_PER_ROW)]

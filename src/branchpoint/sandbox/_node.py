@@ -72,7 +72,7 @@ class Reaper:
         if pid == 0:
             return False
         self.children.discard(pid)
-        try:
+        try:  # noqa: SIM105 (suppress touches more pages)
             os.write(self.pipe, b"%d %d\n" % (pid, status))
         except OSError:
             pass  # full, or the trainer is gone: only an explanation is lost

@@ -18,8 +18,16 @@ Explain = Callable[[int], Awaitable[str]]
 
 def started(pid: int) -> int:
     """When a process started, in clock ticks since boot: with the pid it names a process beyond doubt."""
-    with open(f"/proc/{pid}/stat", "rb") as f:
-        return int(f.read().rpartition(b")")[2].split()[19])
+    return int(_stat(pid)[19])
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/<pid>/stat from the state on. Raises OSError when there is no such process."""
+    fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 4096).rpartition(b")")[2].split()
+    finally:
+        os.close(fd)
 
 
 async def _until(source: socket.socket | int, deadline: float, writable: bool = False) -> None:
@@ -176,8 +184,7 @@ class Worker:
     def running(self) -> bool:
         """Whether the process is there and no zombie."""
         try:
-            with open(f"/proc/{self.pid}/stat", "rb") as f:
-                state = f.read().rpartition(b")")[2].split()
+            state = _stat(self.pid)
         except OSError:
             return False
         return state[0] not in (b"Z", b"X") and int(state[19]) == self.started
