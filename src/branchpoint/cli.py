@@ -53,15 +53,17 @@ def main(argv: list[str] | None = None) -> int:
         parser().error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # key=value behind an option
         arguments.overrides += rest
+    sys.path.insert(0, os.getcwd())  # a user's module:attribute lies where the command is called
     try:
         return _run(arguments)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
     except Exception as e:
-        if not _expected(e):
+        cause = _cause(e)
+        if not _expected(cause):
             raise
-        print(f"branchpoint: {' '.join(str(e).split())}", file=sys.stderr)
+        print(f"branchpoint: {' '.join(str(cause).split())}", file=sys.stderr)
         return 1
 
 
@@ -87,17 +89,16 @@ def _run(a: argparse.Namespace) -> int:
     return check(a.what, a.name, console)
 
 
-def _expected(error: Exception) -> bool:
-    """Errors that name their cure; anything else is a defect and shows its traceback."""
-    from branchpoint.config import ConfigError
-    from branchpoint.store import StoreError
-    from branchpoint.world import BranchFailure
+def _cause(error: BaseException) -> BaseException:
+    """The one error inside nested groups of concurrent tasks."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
-    known = [ConfigError, StoreError, BranchFailure, ModuleNotFoundError]
-    models = sys.modules.get("branchpoint.policy.models")
-    if models is not None:
-        known.append(models.ModelError)
-    return isinstance(error, tuple(known))
+
+def _expected(error: BaseException) -> bool:
+    """Errors that name their cure: the project's own types, and a missing extra. All else is a defect, shown in full."""
+    return type(error).__module__.startswith("branchpoint.") or isinstance(error, ModuleNotFoundError)
 
 
 if __name__ == "__main__":

@@ -119,11 +119,13 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:
-        if self.estimator.kind == "tree" and not self.scheduler.predictable:
+        if self.estimator.kind in ("tree", "reinforce") and not self.scheduler.predictable:
             raise ValueError(
-                f"estimator 'tree' needs a predictable scheduler and {self.scheduler.kind!r} looks ahead: use "
-                "estimator 'bpo', or scheduler 'fixed', 'threshold', 'uniform' or 'flat'"
+                f"estimator {self.estimator.kind!r} needs a predictable scheduler and {self.scheduler.kind!r} looks "
+                "ahead: use estimator 'bpo', or scheduler 'fixed', 'threshold', 'random' or 'flat'"
             )
+        if self.model.lora is not None and self.model.name == "small":
+            raise ValueError("model.lora: the small model is trained whole; leave lora out, or name another model")
         return self
 
 

@@ -28,7 +28,6 @@ class Ledger:
     discarded_branches: int = 0
     retried_branches: int = 0
     updates: int = 0
-    snapshot_bytes: int = 0
     snapshot_seconds: float = 0.0
     restore_seconds: float = 0.0
     environment_seconds: float = 0.0
@@ -56,7 +55,7 @@ class Ledger:
     def counts(self) -> dict[str, int]:
         """The repeatable columns."""
         columns = self.as_dict().items()
-        return {k: int(v) for k, v in columns if not k.endswith("_seconds") and k != "snapshot_bytes"}
+        return {k: int(v) for k, v in columns if not k.endswith("_seconds")}
 
     def restore(self, values: dict[str, int | float]) -> None:
         """Continue from a saved ledger. Raises ValueError for an unknown column."""

@@ -30,6 +30,7 @@ from branchpoint.world import (
     Sandbox,
     SandboxFailure,
     Snapshot,
+    SnapshotUnsupported,
     Step,
     Task,
     settle,
@@ -244,7 +245,7 @@ class _Tree:
                         return
                     except BranchFailure as failure:
                         b.stop, b.failure = "failed", Failure(failure.kind, str(failure))
-                        if not left or b.children or not isinstance(failure, SandboxFailure):
+                        if not left or b.children or not _transient(failure):
                             self.ledger.discarded_branches += 1
                             return
                 self.ledger.retried_branches += 1
@@ -334,16 +335,22 @@ class _Tree:
         return action, observation
 
     async def _freeze(self, env: Env, points: list[Point]) -> Snapshot | None:
-        """A snapshot; None where the environment has none and only the root group wants it (roots are reset afresh)."""
-        if not env.supports_snapshot:
-            if all((p.turn, p.token) == (0, 0) for p in points) and points:
-                return None
+        """A snapshot; None where none can be taken and only the root group wants it (its members are reset afresh)."""
+        roots_only = bool(points) and all((p.turn, p.token) == (0, 0) for p in points)
+        if env.supports_snapshot:
+            try:
+                snapshot = await self._ask("snapshot_seconds", "snapshot", env.snapshot)
+                self.ledger.snapshots += 1
+                return snapshot
+            except SnapshotUnsupported:
+                if not roots_only:
+                    raise
+        elif not roots_only:
             raise ValueError(
                 f"scheduler {self.grower.scheduler.kind!r} forks inside the episode, but this environment cannot be "
                 "snapshotted: choose sandbox 'process' or 'replay', or scheduler 'flat'"
             )
-        self.ledger.snapshots += 1
-        return await self._ask("snapshot_seconds", "snapshot", env.snapshot)
+        return None
 
     def _fork(self, b: _Growing, held: _Held, session: Session, points: Iterable[Point]) -> None:
         """Start the fresh siblings of each point; they own a share of ``held`` and a context of their own."""
@@ -379,6 +386,11 @@ class _Tree:
         # The next observation has to fit with at least one token of an action.
         following = session.length + len(self.policy.observe(self.task, step, False))
         return "length" if following >= self.limits.context_tokens else None
+
+
+def _transient(failure: BranchFailure) -> bool:
+    """Whether the same branch may well succeed in a fresh world: infrastructure failed, not what was asked of it."""
+    return isinstance(failure, SandboxFailure) and not isinstance(failure, SnapshotUnsupported)
 
 
 def _turn(action: Action, observation: Ints, shown: Step, answer: Step, snapshot: str | None) -> Turn:

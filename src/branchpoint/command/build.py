@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from branchpoint.policy import chat, models, small
 from branchpoint.policy.hf import HFPolicy
 from branchpoint.policy.imitate import Transcript, imitate, texts, to_rows
 from branchpoint.sandbox.forkserver import ForkServer
-from branchpoint.store import RunFolder, StoreError, replace, write_json
+from branchpoint.store import RunFolder, StoreError, replace, write_json, write_text
 from branchpoint.train import Course, Run
 from branchpoint.world import Sandbox, Task
 
@@ -203,6 +202,10 @@ def prepare(config: RunConfig, text: str, folder: RunFolder, resume: bool, fresh
         raise StoreError(f"{saved} differs from this config: resume with the same settings, or start over with --fresh")
     if fresh:
         folder.clear()
-    if not resume:
-        replace(saved, lambda p: p.write_text(text, encoding="utf-8"))
-        write_json(folder.path / "versions.json", json.loads(json.dumps(versions())))
+
+
+def sign(text: str, folder: RunFolder) -> None:
+    """Write down what the run is, once its parts stand (a start that failed leaves a folder that can be used)."""
+    if not folder.started:
+        write_json(folder.path / "versions.json", versions())
+        write_text(folder.path / "config.yaml", text)

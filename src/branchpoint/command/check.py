@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +17,6 @@ from branchpoint.world import Task, settle
 
 def check(what: str, name: str | None, console: Console) -> int:
     """Print the report; 0 when everything holds, else 1."""
-    sys.path.insert(0, os.getcwd())  # a user's module lies where the command is called
     if what == "oracles":
         return _oracles(name, console)
     if name is None:
@@ -44,10 +41,13 @@ def _env(name: str) -> Any:
     """An environment by registered name, or ``module:make`` with tasks from ``module.tasks`` if there are any."""
     from branchpoint.testing import check_env
 
-    make = _attribute(name) if ":" in name else envs.make(name)
-    tasks = getattr(import_module(name.split(":")[0]), "tasks", None) if ":" in name else None
-    if ":" not in name:
-        return check_env(make, envs.tasks(name, n=1)[0])
+    try:
+        make = envs.make(name)
+        if ":" not in name:
+            return check_env(make, envs.tasks(name, n=1)[0])
+    except ValueError as e:
+        raise ConfigError(f"check env: {e}") from e
+    tasks = getattr(import_module(name.split(":")[0]), "tasks", None)
     return check_env(make, tasks("train", n=1)[0] if tasks else Task("check", name))
 
 
@@ -71,10 +71,9 @@ def _policy(name: str) -> Any:
     if name == "fake":
         return asyncio.run(check_policy(FakePolicy()))
     if ":" in name:
-        found: Any = _attribute(name)
-        if callable(found) and not hasattr(found, "open"):
-            found = found()
-        return asyncio.run(check_policy(found))
+        found = _attribute(name)
+        policy: Any = found() if callable(found) and not hasattr(found, "open") else found
+        return asyncio.run(check_policy(policy))
     return asyncio.run(_model(name, check_policy))
 
 

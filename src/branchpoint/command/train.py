@@ -31,6 +31,7 @@ def train(path: Path, overrides: list[str], resume: bool, fresh: bool, console: 
         screen.say(describe(config))
         try:
             with build.run(config, folder, screen.say, screen.warm_start) as run:
+                build.sign(configs.dump(config), folder)
                 done = folder.checkpoints()
                 with screen.bar(done[-1] if done else 0):
                     asyncio.run(_train(run, screen))
@@ -44,18 +45,16 @@ def train(path: Path, overrides: list[str], resume: bool, fresh: bool, console: 
 
 
 async def _train(run: loop.Run, screen: Screen) -> None:
-    stop_cleanly()
-    try:
-        await loop.train(run, screen.update)
-    finally:
-        await settle(run.sandbox.close())
-
-
-def stop_cleanly() -> None:
-    """Ctrl-C and a polite kill cancel the run where it waits; nothing half-written stays."""
     task = asyncio.current_task()
     assert task is not None
+    # A polite kill stops like Ctrl-C: the run is cancelled where it waits, and nothing half-written stays.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        await loop.train(run, screen.update)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        await settle(run.sandbox.close())
 
 
 def describe(config: RunConfig) -> str:
