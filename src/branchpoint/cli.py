@@ -97,7 +97,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _expected(error: BaseException) -> bool:
-    """Errors that name their cure: the project's own types, and a missing extra. All else is a defect, shown in full."""
+    """Errors that name their cure: our own types, and a missing extra. All else is a defect and is shown in full."""
     return type(error).__module__.startswith("branchpoint.") or isinstance(error, ModuleNotFoundError)
 
 

@@ -124,8 +124,8 @@ class HFSession:
             )
         if max_tokens <= len(before):
             raise ValueError(f"max_tokens is {max_tokens} and the prefix has {len(before)} tokens already")
-        if before and (len(observation) or context.tokens[-len(before) :] != before):
-            raise ValueError("prefix must be the last tokens of the context, with an empty observation")
+        if before and [*context.tokens[-len(before) :], *map(int, observation)][-len(before) :] != before:
+            raise ValueError("prefix must be the last tokens of the context")
         restriction = self._policy.restriction(step, before)
         context.tokens += map(int, observation)
         if not context.tokens:
