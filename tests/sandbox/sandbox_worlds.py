@@ -61,6 +61,11 @@ class Holder(Base):
         self.process.kill()
         return str(self.process.wait())
 
+    def do_dead(self, _: str) -> str:
+        self.process = subprocess.Popen(["true"])
+        time.sleep(0.2)  # it has died by now, and nobody has waited for it
+        return str(self.process.pid)
+
     def do_run(self, code: str) -> str:
         return str(subprocess.run([sys.executable, "-c", f"raise SystemExit({code})"]).returncode)
 
