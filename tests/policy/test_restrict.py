@@ -63,7 +63,7 @@ def test_a_trie_holds_the_actions_and_nothing_else() -> None:
 
 
 def test_only_admissible_actions_are_sampled_and_log_probabilities_are_renormalised() -> None:
-    made, context, actions = sample("actions", Step("", actions=ACTIONS), 40)
+    made, context, actions = sample("actions", Step("", actions=ACTIONS), 150)
     assert {a.text for a in actions} == set(ACTIONS)
     for a in actions:
         assert a.stopped

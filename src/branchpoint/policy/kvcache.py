@@ -215,9 +215,7 @@ def attend(
     return mix(kv_plan, int(module.layer_idx), q, k, v, scale)[None], None  # pyright: ignore[reportArgumentType]
 
 
-def mix(
-    p: Plan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
+def mix(p: Plan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Writes the new keys and values [T, kv_heads, d] of a layer to the store and attends with query [T, heads, d].
 
     Returns [T, heads, d], contiguous. Padding tokens get zeros.

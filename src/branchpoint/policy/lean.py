@@ -74,4 +74,4 @@ def _attention(m: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pl
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of [T, heads, d]; ``sin`` carries the sign of the half that is swapped in."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
