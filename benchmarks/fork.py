@@ -58,7 +58,7 @@ async def opened(server: ForkServer, megabytes: int, kind: str) -> ForkEnv:
 
 
 async def round_trips(env: ForkEnv, repeat: int) -> dict[str, Any]:
-    snapshots, restores, both, cpu, steps = [], [], [], [], []
+    snapshots, restores, both, cpu, steps, ends = [], [], [], [], [], []
     for n in range(repeat):
         start, start_cpu = time.perf_counter(), time.process_time() + _cpu_seconds(env.worker.pid)
         snapshot = await env.snapshot()
@@ -74,9 +74,18 @@ async def round_trips(env: ForkEnv, repeat: int) -> dict[str, Any]:
         start = time.perf_counter()
         await branch.step("x")
         steps.append(time.perf_counter() - start)
+        start = time.perf_counter()
         await branch.close()
         await snapshot.discard()
-    named = {"snapshot": snapshots, "restore": restores, "round_trip": both, "cpu": cpu, "step": steps}
+        ends.append(time.perf_counter() - start)
+    named = {
+        "snapshot": snapshots,
+        "restore": restores,
+        "round_trip": both,
+        "cpu": cpu,
+        "step": steps,
+        "close_and_discard": ends,
+    }
     return {name: ms(samples) for name, samples in named.items()}
 
 
@@ -167,7 +176,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         if megabytes > args.copy_limit:
             continue
         for kind in ("objects", "array"):
-            result["copy"][f"{kind}/{megabytes}"] = copies(megabytes, kind, args.repeat)
+            result["copy"][f"{kind}/{megabytes}"] = copies(megabytes, kind, args.repeat if megabytes <= 50 else 1)
     result["machine"]["load_after"] = os.getloadavg()[0]
     return result
 

@@ -28,7 +28,6 @@ class Zygote(Server):
 
     def __init__(self, sock: socket.socket, reaper: Reaper) -> None:
         super().__init__(sock, reaper)
-        self.settled = False
         self.threaded = ""  # the module whose import left a thread running
         self.main: tuple[str, str] | None = None
 
@@ -59,6 +58,7 @@ class Zygote(Server):
             with _drive.typed(f"preloading {name}"):
                 importlib.import_module(name)
             self._look_for_threads(name)
+        gc.collect()
 
     def _look_for_threads(self, name: str) -> None:
         if _guard.threads() == 1:
@@ -94,13 +94,10 @@ class Zygote(Server):
         Node(self.sock, Reaper(self.reaper.pipe), world).start()
 
     def _settle(self) -> None:
-        """Before the first fork: everything that each child would otherwise do anew, or touch."""
-        if not self.settled:
-            self.settled = True
-            if "numpy" in sys.modules:
-                importlib.import_module("numpy.random")  # a part that numpy imports when it is first used
-            gc.collect()
-            gc.freeze()
+        """Before a fork: what each child would otherwise do anew; and no collector that touches old pages."""
+        if "numpy" in sys.modules:
+            importlib.import_module("numpy.random")  # a part that numpy imports when it is first used
+        gc.freeze()
 
     def _builder(self, make: bytes, main: tuple[str, str] | None, path: list[str]) -> Any:
         """What builds the world. Its module is imported here, once, and inherited by every worker."""
