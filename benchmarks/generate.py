@@ -7,7 +7,8 @@ Arms, random weights, temperature 1, float32, one thread, interleaved, medians o
 ``generate``: transformers, batch 8, 64 tokens of prompt and 448 new ones. ``engine_8``: the same in the sampler.
 ``engine_64``, ``engine_256``: that many live branches with 288 tokens of context (the mean of 64 to 512) and 32 new
 ones each. ``siblings``: 8 forks of one prefix of 512 tokens, 64 new tokens each, prefix included in the time.
-``small``: a policy of about a million parameters, 64 live branches, 300 tokens of context, 32 new ones.
+``small``: the embedded small model, 64 live branches, 300 tokens of context, 32 new ones. ``small_actions``: the same
+restricted to 24 admissible actions, 6 turns with observations of 12 tokens. ``--size 135M``: the first two arms with 32 new tokens.
 """
 
 from __future__ import annotations
@@ -28,18 +29,14 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from branchpoint.config import Sampling
 from branchpoint.noise import Noise
+from branchpoint.policy import small
+from branchpoint.policy.chat import PlainCodec
 from branchpoint.policy.hf import HFPolicy
 from branchpoint.world import Step, Task
 
 SIZES: dict[str, dict[str, Any]] = {
-    "small": {
-        "vocab_size": 1000,
-        "hidden_size": 128,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "heads": (4, 4),
-    },
     "11M": {"vocab_size": 512, "hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 8, "heads": (5, 5)},
     "135M": {
         "vocab_size": 49152,
@@ -51,6 +48,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 NONE = np.zeros(0, np.int32)
+PLACES = ("desk", "bed", "shelf", "drawer", "table", "sofa")
+ACTIONS = tuple(f"{verb} {place} {n}" for verb in ("go to", "open") for place in PLACES for n in (1, 12))
 
 
 def build(size: str) -> Any:
@@ -105,6 +104,26 @@ async def engine(policy: HFPolicy, branches: int, context: int, new: int, warm: 
     return branches * new, seconds
 
 
+async def turns(policy: HFPolicy, branches: int, context: int, count: int) -> tuple[int, float]:
+    """Tokens of restricted actions and CPU-seconds, the observations between them included."""
+    sessions = [policy.open() for _ in range(branches)]
+    step = Step("", actions=ACTIONS)
+
+    async def first(k: int) -> None:
+        await sessions[k].act(prompt(k, context), Step(""), Noise(0, k), 1)
+
+    async def branch(k: int) -> int:
+        return sum([len((await sessions[k].act(prompt(k, 12), step, Noise(t, k), 16)).tokens) for t in range(count)])
+
+    await asyncio.gather(*map(first, range(branches)))
+    start = time.process_time()
+    tokens = sum(await asyncio.gather(*map(branch, range(branches))))
+    seconds = time.process_time() - start
+    for s in sessions:
+        s.close()
+    return tokens, seconds
+
+
 async def siblings(policy: HFPolicy, n: int, prefix: int, new: int) -> tuple[int, float]:
     """Tokens and CPU-seconds, reading the prefix included."""
     start = time.process_time()
@@ -130,15 +149,24 @@ def generate(model: Any, batch: int, context: int, new: int) -> tuple[int, float
 
 
 def arms(size: str) -> dict[str, Callable[[], tuple[int, float]]]:
-    model, small = build(size), build("small")
-    policy, light = HFPolicy(model, Open(model)), HFPolicy(small, Open(small))
+    model = build(size)
+    policy = HFPolicy(model, Open(model))
+    if size != "11M":
+        return {
+            "generate": lambda: generate(model, 8, 64, 32),
+            "engine_8": lambda: asyncio.run(engine(policy, 8, 64, 32, False)),
+        }
+    words = small.train_tokenizer([*ACTIONS] * 3)
+    light = small.build(words).eval()
+    free, bound = HFPolicy(light, Open(light)), HFPolicy(light, PlainCodec(words), Sampling(restrict="actions"))
     return {
         "generate": lambda: generate(model, 8, 64, 448),
         "engine_8": lambda: asyncio.run(engine(policy, 8, 64, 448, False)),
         "siblings": lambda: asyncio.run(siblings(policy, 8, 512, 64)),
         "engine_64": lambda: asyncio.run(engine(policy, 64, 288, 32, True)),
         "engine_256": lambda: asyncio.run(engine(policy, 256, 288, 32, True)),
-        "small": lambda: asyncio.run(engine(light, 64, 300, 32, True)),
+        "small": lambda: asyncio.run(engine(free, 64, 300, 32, True)),
+        "small_actions": lambda: asyncio.run(turns(bound, 64, 300, 6)),
     }
 
 
@@ -159,9 +187,13 @@ def main() -> None:
             rates[name].append(tokens / seconds)
             load.append(os.getloadavg()[0])
             print(f"{name:12s} {tokens / seconds:8.0f} tokens/CPU-s   load {load[-1]:.1f}", flush=True)
+    medians = {name: statistics.median(r) for name, r in rates.items()}
     report = {
         "size": args.size,
-        "tokens_per_cpu_second": {name: round(statistics.median(r), 1) for name, r in rates.items()},
+        "engine_over_generate": round(medians["engine_8"] / medians["generate"], 2)
+        if {"engine_8", "generate"} <= set(medians)
+        else None,
+        "tokens_per_cpu_second": {name: round(m, 1) for name, m in medians.items()},
         "runs": {name: [round(x, 1) for x in r] for name, r in rates.items()},
         "repeats": args.repeats,
         "load": [round(min(load), 1), round(max(load), 1)],
