@@ -8,7 +8,8 @@ Arms, random weights, temperature 1, float32, one thread, interleaved, medians o
 ``engine_64``, ``engine_256``: that many live branches with 288 tokens of context (the mean of 64 to 512) and 32 new
 ones each. ``siblings``: 8 forks of one prefix of 512 tokens, 64 new tokens each, prefix included in the time.
 ``small``: the embedded small model, 64 live branches, 300 tokens of context, 32 new ones. ``small_actions``: the same
-restricted to 24 admissible actions, 6 turns with observations of 12 tokens. ``--size 135M``: the first two arms with 32 new tokens.
+restricted to 24 admissible actions, 6 turns with observations of 12 tokens. ``--size 135M``: the first two arms alone,
+with 32 new tokens.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampler_kit import NONE, model, run, teacher
+from sampler_kit import NONE, model, run, same, teacher
 
 from branchpoint.config import Sampling
 from branchpoint.noise import Noise
@@ -80,6 +80,51 @@ def test_only_admissible_actions_are_sampled_and_log_probabilities_are_renormali
             if len(kept) == 1:
                 assert a.logprobs[i] == 0.0
                 assert a.entropies[i] == 0.0
+
+
+def test_tokens_without_a_choice_cost_one_step_together() -> None:
+    made, context = model(vocab=len(TOKENIZER), sharpness=0.5), CODEC.encode("look")
+    (whole,) = sequences(("take pen 1 from desk 1",))
+    p = HFPolicy(made, CODEC, Sampling(restrict="actions"))
+
+    async def main() -> None:
+        s = p.open()
+        a = await s.act(context, Step("", actions=("take pen 1 from desk 1",)), Noise(0, 0), 30)
+        assert p.engine.steps == 1
+        assert a.tokens.tolist() == whole
+        assert a.stopped
+        raw = teacher(made, context, a.tokens)
+        np.testing.assert_allclose(a.raw_logprobs, raw[np.arange(len(whole)), whole], atol=1e-5)
+        cut = await p.open().act(context, Step("", actions=("take pen 1 from desk 1",)), Noise(0, 0), 3)
+        assert (cut.tokens.tolist(), cut.stopped) == (whole[:3], False)
+        after_it = CODEC.encode("look look")  # goes on behind the forced tokens, from what they left in the cache
+        b = await s.act(after_it, Step("", actions=ACTIONS), Noise(0, 1), 30)
+        raw = teacher(made, np.concatenate([context, a.tokens, after_it]), b.tokens)
+        np.testing.assert_allclose(b.raw_logprobs, raw[np.arange(len(b.tokens)), b.tokens], atol=1e-5)
+
+    run(main())
+
+
+def test_a_restricted_action_is_the_same_bit_for_bit_in_any_company() -> None:
+    made = model(vocab=len(TOKENIZER), sharpness=0.5)
+
+    async def main(keys: list[int]) -> list[Action]:
+        p = HFPolicy(made, CODEC, Sampling(restrict="actions"))
+
+        async def one(k: int) -> list[Action]:
+            for _ in range(7 * k % 5):
+                await asyncio.sleep(0)
+            s = p.open()
+            a = await s.act(CODEC.encode("look " * (1 + k % 4)), Step("", actions=ACTIONS[k % 3 :]), Noise(0, k), 30)
+            b = await s.act(CODEC.encode("go"), Step("", actions=ACTIONS[: 1 + k % 6]), Noise(0, k), 30)
+            f = s.fork(s.length - len(b.tokens) + 1)
+            return [a, b, await f.act(NONE, Step("", actions=ACTIONS[: 1 + k % 6]), Noise(1, k), 9, b.tokens[:1])]
+
+        return [x for three in await asyncio.gather(*map(one, keys)) for x in three]
+
+    crowd = run(main(list(range(24))))
+    for k in range(0, 24, 5):
+        assert all(same(a, b) for a, b in zip(run(main([k])), crowd[3 * k : 3 * k + 3], strict=True))
 
 
 def test_frequencies_of_actions_are_their_probabilities() -> None:

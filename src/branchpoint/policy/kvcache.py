@@ -231,9 +231,11 @@ def mix(p: Plan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torc
     repeats = query.shape[1] // key.shape[1]
     for row, c, mask in p.chunks:
         end = c.start + c.length
-        k, v = (t[c.slot, :, :end].repeat_interleave(repeats, 0)[None] for t in (keys, values))
+        k, v = keys[c.slot, :, :end], values[c.slot, :, :end]
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
         q = query[row : row + c.length].transpose(0, 1)[None]
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        o = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale)
         out[row : row + c.length] = o[0].transpose(0, 1)
     return out
 

@@ -1,9 +1,9 @@
 """The sampler's forward pass through the usual decoders, without what only generality needs.
 
-With few rows a step costs as much in bookkeeping (masks, rotary tables in every layer, keyword arguments, decorators) as
-in arithmetic. Llama, Qwen2 and Qwen3 share one block, so that is written out here; projections, norms and the MLP are
-still the model's own modules, adapters included. Any other model, or one with hooks on a module that is passed over,
-runs its own forward.
+With few rows a step costs as much in bookkeeping (masks, layouts, keyword arguments, decorators) as in arithmetic.
+Llama, Qwen2 and Qwen3 share one block, so that is written out here; projections, norms and the MLP are still the
+model's own modules, adapters included. Any other model, or one with hooks on a module that is passed over, runs its own
+forward.
 """
 
 from __future__ import annotations

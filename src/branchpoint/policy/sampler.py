@@ -1,7 +1,9 @@
 """The sampling engine: continuous batching over all live sessions, on the learner's own module.
 
 An engine step feeds every waiting session its new tokens, all in one row, and draws a token for those that have none
-left to feed. A session whose environment is slow is simply not in the row; one that comes back joins at the next step.
+left to feed. Where a restriction leaves one id, nothing is drawn: a run of such tokens is appended at once and fed
+together, so that it costs one step. A session whose environment is slow is simply not in the row; one that comes back
+joins at the next step.
 The engine is an asyncio task that exists only while something waits.
 """
 
@@ -93,7 +95,11 @@ class Context:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """An action being sampled. ``limit`` new tokens at most, one uniform each."""
+    """An action being sampled. ``limit`` new tokens at most, one uniform each.
+
+    ``open``: the ids that may come next, None for all. ``over``: the last token is there; the request is done when
+    ``raw_logprobs``, which needs the model, has caught up with ``tokens``.
+    """
 
     context: Context
     uniforms: Array
@@ -107,6 +113,32 @@ class Request:
     entropies: list[float] = field(default_factory=list)
     allowed: list[Ints | None] = field(default_factory=list)
     stopped: bool = False
+    open: Ints | None = None
+    over: bool = False
+
+    def append(self, token: int, logprob: float, entropy: float, kept: Ints | None, stops: frozenset[int]) -> None:
+        """One more token, drawn or forced. Raises what the codec or the restriction raises."""
+        self.context.tokens.append(token)
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.entropies.append(entropy)
+        self.allowed.append(kept)
+        self.stopped = token in stops or (self.ended is not None and self.ended(self.tokens))
+        self.over = self.stopped or len(self.tokens) == self.limit
+        if self.restriction is not None and not self.over:
+            self.restriction.advance(token)
+
+    def force(self, stops: frozenset[int]) -> None:
+        """Appends tokens while there is no choice. Raises what the codec or the restriction raises."""
+        while self.restriction is not None and not self.over:
+            self.open = self.restriction.allowed()
+            if len(self.open) != 1:
+                return
+            self.append(int(self.open[0]), 0.0, 0.0, self.open, stops)
+
+
+_Due = tuple[Request, int]
+"""A request and the index in its action of a token that the model has been read for: drawn next, or forced before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +187,7 @@ class Engine:
         """Samples the whole action. Raises PolicyFailure when the engine cannot."""
         if self._closed:
             raise PolicyFailure("the policy is closed")
+        self._advance(request)
         self._waiting.append(request)
         loop = asyncio.get_running_loop()
         if self._task is None or self._task.done() or self._task.get_loop() is not loop:
@@ -183,9 +216,9 @@ class Engine:
         self.steps += 1
         try:
             with torch.inference_mode():
-                due, allowed, logits = self._ready(*self._forward(self._batch()))
+                due, logits = self._ready(*self._forward(self._batch()))
                 if due:
-                    self._emit(due, self._draw(due, allowed, logits))
+                    self._emit(due, self._draw(due, logits))
         except Exception as error:  # no request is to blame more than another; the next ones may well succeed
             for request in self._waiting:
                 self._fail(request, f"the model failed: {type(error).__name__}: {error}", error)
@@ -196,7 +229,7 @@ class Engine:
         spent = 0
         for request in self._waiting:
             context = request.context
-            n = min(self.chunk, len(context.tokens) - context.cached)
+            n = min(self.chunk, len(context.tokens) - context.cached - request.over)  # nothing follows the last token
             if n > 1:
                 if spent and spent + n > self.budget:
                     continue
@@ -206,17 +239,18 @@ class Engine:
         batch.sort(key=lambda item: kvcache.order(item[0]))
         return batch
 
-    def _forward(self, batch: Sequence[tuple[kvcache.Chunk, Request]]) -> tuple[list[Request], torch.Tensor]:
-        """Feeds the batch; returns the requests whose feed is through, and their logits [n, V]."""
+    def _forward(self, batch: Sequence[tuple[kvcache.Chunk, Request]]) -> tuple[list[_Due], torch.Tensor]:
+        """Feeds the batch; returns the tokens that the model now has its say on, and their logits [n, V]."""
         tokens: list[int] = []
-        due: list[Request] = []
+        due: list[_Due] = []
         rows: list[int] = []
         for c, request in batch:
-            context = request.context
-            tokens += context.tokens[c.start : c.start + c.length]
-            if c.start + c.length == len(context.tokens):
-                due.append(request)
-                rows.append(len(tokens) - 1)
+            known = request.context.tokens
+            action = len(known) - len(request.tokens)
+            for at in range(max(c.start, action + len(request.raw_logprobs) - 1), c.start + c.length):
+                due.append((request, at + 1 - action))
+                rows.append(len(tokens) + at - c.start)
+            tokens += known[c.start : c.start + c.length]
         plan = kvcache.plan(self.store, [c for c, _ in batch])
         real, device = len(tokens), self.store.device
         padding = max(0, kvcache.MIN_ROWS - real)
@@ -244,48 +278,41 @@ class Engine:
                 kv_plan=plan,
             ).logits[0]
 
-    def _ready(self, due: list[Request], logits: torch.Tensor) -> tuple[list[Request], list[Ints | None], torch.Tensor]:
-        """The requests that can draw, and the ids open to each; the others fail alone."""
+    def _ready(self, due: list[_Due], logits: torch.Tensor) -> tuple[list[_Due], torch.Tensor]:
+        """What is due to requests that go on; those without finite logits fail alone."""
         finite = torch.isfinite(logits.amax(-1)).tolist()
-        allowed: list[Ints | None] = []
-        rows: list[int] = []
-        for i, request in enumerate(due):
-            if not finite[i]:
+        for (request, _), good in zip(due, finite, strict=True):
+            if not good:
                 request.context.spoilt = True
                 self._fail(request, "the model's logits are not finite: its weights may have diverged")
-                continue
-            try:  # a grammar is user input: it fails its own session only
-                allowed.append(None if request.restriction is None else request.restriction.allowed())
-                rows.append(i)
-            except Exception as error:
-                self._fail(request, f"restriction: {type(error).__name__}: {error}", error)
-        return [due[i] for i in rows], allowed, logits if len(rows) == len(due) else logits[rows]
+        rows = [i for i, (request, _) in enumerate(due) if not request.done.done()]
+        return [due[i] for i in rows], logits if len(rows) == len(due) else logits[rows]
 
-    def _draw(self, due: list[Request], allowed: list[Ints | None], logits: torch.Tensor) -> Drawn:
-        uniforms = np.array([r.uniforms[len(r.tokens)] for r in due])
+    def _draw(self, due: list[_Due], logits: torch.Tensor) -> Drawn:
+        """A draw where a token is missing; where one was forced, the same of its set of one."""
+        uniforms = np.array([r.uniforms[k] for r, k in due])
+        allowed = [r.allowed[k] if k < len(r.tokens) else r.open for r, k in due]
         rule = self.rule
         return draw(logits, uniforms, allowed, rule.temperature, rule.top_p, rule.greedy)
 
-    def _emit(self, due: list[Request], drawn: Drawn) -> None:
+    def _emit(self, due: list[_Due], drawn: Drawn) -> None:
         """Appends the drawn tokens, and ends the requests that are through."""
-        stops = self.rule.stop_ids
-        for i, request in enumerate(due):
-            token = drawn.tokens[i]
-            request.context.tokens.append(token)
-            request.tokens.append(token)
-            request.logprobs.append(drawn.logprobs[i])
+        for i, (request, k) in enumerate(due):
             request.raw_logprobs.append(drawn.raw_logprobs[i])
-            request.entropies.append(drawn.entropies[i])
-            request.allowed.append(drawn.kept[i])
-            try:  # a codec is user code: it fails its own session only
-                request.stopped = token in stops or (request.ended is not None and request.ended(request.tokens))
-                if request.stopped or len(request.tokens) == request.limit:
-                    if not request.done.done():
-                        request.done.set_result(None)
-                elif request.restriction is not None:
-                    request.restriction.advance(token)
-            except Exception as error:
-                self._fail(request, f"{type(error).__name__}: {error}", error)
+            if k == len(request.tokens):
+                self._advance(request, drawn, i)
+            if request.over and len(request.raw_logprobs) == len(request.tokens) and not request.done.done():
+                request.done.set_result(None)
+
+    def _advance(self, request: Request, drawn: Drawn | None = None, i: int = 0) -> None:
+        """The drawn token, if any, and those that follow without a choice."""
+        stops = self.rule.stop_ids
+        try:  # a codec and a grammar are user code: they fail their own session only
+            if drawn is not None:
+                request.append(drawn.tokens[i], drawn.logprobs[i], drawn.entropies[i], drawn.kept[i], stops)
+            request.force(stops)
+        except Exception as error:
+            self._fail(request, f"{type(error).__name__}: {error}", error)
 
     @staticmethod
     def _fail(request: Request, message: str, cause: BaseException | None = None) -> None:
