@@ -182,30 +182,34 @@ def main() -> None:
     todo = {k: v for k, v in arms(args.size).items() if args.arms is None or k in args.arms}
     rates: dict[str, list[float]] = {name: [] for name in todo}
     load = [os.getloadavg()[0]]
+    text = ""
     for _ in range(args.repeats):
         for name, arm in todo.items():
             tokens, seconds = arm()
             rates[name].append(tokens / seconds)
             load.append(os.getloadavg()[0])
-            print(f"{name:12s} {tokens / seconds:8.0f} tokens/CPU-s   load {load[-1]:.1f}", flush=True)
+            print(f"{name:13s} {tokens / seconds:8.0f} tokens/CPU-s   load {load[-1]:.1f}", flush=True)
+        text = json.dumps(report(args.size, rates, load), indent=2)
+        if args.out:  # after every round: a long benchmark that is cut short has still measured something
+            args.out.write_text(text + "\n")
+    print(text)
+
+
+def report(size: str, rates: dict[str, list[float]], load: list[float]) -> dict[str, Any]:
     medians = {name: statistics.median(r) for name, r in rates.items()}
-    report = {
-        "size": args.size,
-        "engine_over_generate": round(medians["engine_8"] / medians["generate"], 2)
-        if {"engine_8", "generate"} <= set(medians)
-        else None,
+    both = {"engine_8", "generate"} <= set(medians)
+    return {
+        "size": size,
+        "engine_over_generate": round(medians["engine_8"] / medians["generate"], 2) if both else None,
         "tokens_per_cpu_second": {name: round(m, 1) for name, m in medians.items()},
         "runs": {name: [round(x, 1) for x in r] for name, r in rates.items()},
-        "repeats": args.repeats,
+        "repeats": max(map(len, rates.values())),
         "load": [round(min(load), 1), round(max(load), 1)],
         "machine": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    print(json.dumps(report, indent=2))
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 All new tokens of one engine step travel through the model as one row ``[1, T]``; attention alone knows which session a
 token belongs to. Sessions own a *slot* of the store. Single tokens (decoding) are batched, grouped by their session's
-own length rounded up to ``BLOCK``; longer chunks (prefill) attend one session at a time. A session's arithmetic thus
+own length rounded up to ``BLOCK``; long chunks (prefill) attend one session at a time. A session's arithmetic thus
 never depends on who else is in the batch, which makes its results the same bit for bit alone and in company (float32 on
 one CPU thread; see ``MIN_ROWS``).
 """
@@ -19,17 +19,24 @@ import torch.nn.functional as F
 BLOCK = 64
 MIN_ROWS = 8
 """A row of a matrix product is the same bits for any number of rows from 4 on (measured on MKL), so rows are padded."""
+SHORT = 8
+"""Chunks of up to so many tokens are batched with those of other sessions; longer ones read keys and values once."""
 NAME = "branchpoint_sampler"
 """The name under which the attention function is registered with transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of one session in a step: ``length`` tokens from position ``start`` on, in ``slot``."""
+    """New tokens of one session in a step: ``length`` tokens from position ``start`` on, in ``slot``.
+
+    A few tokens are as well taken as so many singles (:func:`cut`): each attends to all that is written in this step up
+    to itself. ``lag`` counts them.
+    """
 
     slot: int
     start: int
     length: int
+    lag: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +76,18 @@ def rounded(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 
-def order(chunk: Chunk) -> tuple[int, int, int]:
-    """The sort key that puts chunks into the order a plan needs."""
-    return (0, rounded(chunk.start + 1), chunk.slot) if chunk.length == 1 else (1, chunk.start, chunk.slot)
+def cut(chunk: Chunk) -> list[Chunk]:
+    """The chunk, or its tokens as singles if it has at most ``SHORT``."""
+    if chunk.length > SHORT:
+        return [chunk]
+    return [Chunk(chunk.slot, chunk.start + i, 1, i) for i in range(chunk.length)]
+
+
+def order(chunk: Chunk) -> tuple[int, int, int, int]:
+    """The sort key that puts chunks into the order a plan needs; tokens of one session stay in order."""
+    if chunk.length == 1:
+        return (0, rounded(chunk.start + 1), chunk.lag, chunk.slot)
+    return (1, chunk.start, 0, chunk.slot)
 
 
 def plan(store: KVStore, chunks: Sequence[Chunk]) -> Plan:

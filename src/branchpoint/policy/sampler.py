@@ -235,7 +235,7 @@ class Engine:
                     continue
                 spent += n
             self.store.reserve(context.cached + n)
-            batch.append((kvcache.Chunk(context.own(), context.cached, n), request))
+            batch += [(c, request) for c in kvcache.cut(kvcache.Chunk(context.own(), context.cached, n))]
         batch.sort(key=lambda item: kvcache.order(item[0]))
         return batch
 
