@@ -4,7 +4,8 @@ Each environment runs in a worker process. ``snapshot`` forks the worker; the co
 that are written later. ``restore`` forks the copy again. What a fork copies: the heap, closures, generators, loaded
 libraries, the offsets of files open for reading, unnamed temporary files. What it cannot copy is refused with
 SnapshotUnsupported: threads, child processes, sockets and pipes, files open for writing, shared memory. What it cannot
-see: named files that the environment writes and closes again (all branches share the file system).
+see: named files that the environment writes and closes again (all branches share the file system). Hooks of
+``os.register_at_fork`` do not run: a copy is exact, and there are no threads whose locks they would repair.
 
 Linux only.
 """
@@ -65,7 +66,9 @@ class ForkServer:
 
     Args:
         preload: modules that the zygote imports before anything else. The builder's own module is imported there too,
-            once, so opening a further environment costs a fork and not an interpreter.
+            once, so opening a further environment costs a fork and not an interpreter. Name what the world imports
+            late (in ``reset`` or ``step``; also "numpy.random", if it draws from a ``Noise`` and has no ``reseed``):
+            else each branch imports it anew. Name no more than it needs: every module makes every fork slower.
         step_timeout_s: limit of one step, snapshot or restore.
         start_timeout_s: limit of building (imports included) and of ``reset``.
         memory_bytes: address space that each environment may use beyond the zygote's; None is no limit.
