@@ -18,7 +18,7 @@ from branchpoint.scheduler import Fixed, Flat, Threshold, TopEntropy
 from branchpoint.store import dump_tree
 from branchpoint.testing.fakes import CoinWorld, CounterWorld, FakePolicy
 from branchpoint.tree import RolloutTree, Segments
-from branchpoint.world import GraderFailure, SandboxFailure, Step, Task
+from branchpoint.world import GraderFailure, SandboxFailure, SnapshotUnsupported, Step, Task, UserError
 
 TASK = Task("count", "counter", seed=5, metadata={"target": 3, "limit": 8})
 
@@ -340,4 +340,77 @@ def test_an_unforkable_environment_still_gives_a_flat_group_and_refuses_a_tree()
     assert ledger.snapshots == ledger.restores == 0
     with pytest.raises(ExceptionGroup) as error:
         grow(Fixed(roots=2, width=2, at=(0.5,), expected=2), sandbox=Plain())
-    assert error.group_contains(ValueError, match="cannot be snapshotted")
+    assert error.group_contains(UserError, match="cannot be snapshotted")
+
+
+def test_a_fork_that_cannot_be_made_is_left_out_and_counted() -> None:
+    """The state at turn 2 refuses to be frozen: the rollouts go on, without that fork."""
+
+    class Refusing(InProcess):
+        def open(self, make: Any, task: Task, noise: Noise) -> Any:
+            return _Refusing(super().open(make, task, noise))
+
+    scheduler = Fixed(roots=2, width=3, at=(0.5,), expected=4, nested=False)
+    tree, ledger = grow(scheduler, sandbox=Refusing(), turns=6, seed=2)
+    assert not [b for b in tree.branches if b.failure]
+    assert ledger.forks_refused == sum(b.first_turn == 0 and len(b.turns) > 2 for b in tree.branches) > 0
+    assert len(tree.branches) == 2
+
+
+class _Refusing:
+    supports_snapshot = True
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.played = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self, action: str) -> Step:
+        self.played += 1
+        return self.inner.step(action)
+
+    def snapshot(self) -> Any:
+        if self.played == 2:
+            raise SnapshotUnsupported("a thread is running")
+        return _RefusingSnapshot(self.inner.snapshot())
+
+
+class _RefusingSnapshot:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def restore(self, noise: Noise) -> Any:
+        return _Refusing(self.inner.restore(noise))
+
+    def discard(self) -> None:
+        self.inner.discard()
+
+
+def test_the_first_root_is_retried_too_and_the_group_is_made_once() -> None:
+    class Dies(InProcess):
+        count = 0
+
+        def open(self, make: Any, task: Task, noise: Noise) -> Any:
+            self.count += 1
+            return _Dying(super().open(make, task, noise)) if self.count == 1 else super().open(make, task, noise)
+
+    again, ledger = grow(Flat(roots=3), sandbox=Dies(), seed=9)
+    assert ledger.retried_branches == 1
+    assert len(again.branches) == 3
+    assert dump_tree(again) == dump_tree(grow(Flat(roots=3), seed=9)[0])
+
+
+class _Dying(_Refusing):
+    def step(self, action: str) -> Step:
+        raise SandboxFailure("worker died")
+
+    def snapshot(self) -> Any:
+        return self.inner.snapshot()
+
+
+def test_a_single_root_forked_at_its_first_token_is_a_group_of_forks() -> None:
+    tree, _ = grow(Fixed(roots=1, width=3, at=(0.0,), start=True, expected=4, nested=True), turns=4)
+    assert [b.fork.node for b in tree.branches[1:]] == [(0, 0, 0), (0, 0, 0)]  # type: ignore[union-attr]
+    tree, _ = grow(Threshold(roots=1, width=3, threshold=0.0, max_forks=1, start=True, nested=False), turns=4)
+    assert len(tree.branches) == 3

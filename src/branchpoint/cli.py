@@ -90,8 +90,8 @@ def _run(a: argparse.Namespace) -> int:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The one error inside nested groups of concurrent tasks."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+    """The first error inside nested groups of concurrent tasks."""
+    while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 

@@ -57,13 +57,18 @@ class LoRA(Frozen):
 
 
 class WarmStart(Frozen):
-    """Supervised learning on the expert's transcripts before the first update."""
+    """Supervised learning on the expert's transcripts before the first update.
+
+    ``restrict``: take an action's likelihood over the admissible actions where a step lists them (what a restricted
+    policy samples from), rather than over the whole vocabulary.
+    """
 
     episodes: int = Field(default=400, ge=1, description="expert episodes per environment")
     epochs: int = Field(default=6, ge=1)
     lr: float = Field(default=3e-3, gt=0)
     batch_tokens: int = Field(default=2048, ge=64)
     observation_weight: float = Field(default=0.2, ge=0, le=1)
+    restrict: bool = False
 
 
 class Model(Frozen):
@@ -124,9 +129,34 @@ class RunConfig(Frozen):
                 f"estimator {self.estimator.kind!r} needs a predictable scheduler and {self.scheduler.kind!r} looks "
                 "ahead: use estimator 'bpo', or scheduler 'fixed', 'threshold', 'random' or 'flat'"
             )
+        self._check_model()
+        self._check_tasks()
+        if self.learner.token_budget < self.limits.context_tokens:
+            raise ValueError(
+                "learner.token_budget: must be at least limits.context_tokens; every path has to fit a row"
+            )
+        if self.sampling.greedy:
+            raise ValueError("sampling.greedy: the most probable action teaches nothing; use training.eval_greedy")
+        return self
+
+    def _check_model(self) -> None:
         if self.model.lora is not None and self.model.name == "small":
             raise ValueError("model.lora: the small model is trained whole; leave lora out, or name another model")
-        return self
+        if self.model.lora is not None and self.model.warm_start is not None and self.learner.kl > 0:
+            raise ValueError(
+                "learner.kl: with an adapter the reference is the model without it, which knows nothing of the warm "
+                "start; set kl to 0, or leave warm_start out"
+            )
+
+    def _check_tasks(self) -> None:
+        names = [e.name for e in self.envs]
+        if len(set(names)) < len(names):
+            raise ValueError("envs: each environment once; give its dials in one entry")
+        least = min(e.share for e in self.envs) / sum(e.share for e in self.envs) * self.training.tasks
+        if least < 1:
+            raise ValueError(
+                "training.tasks: too few for every environment to get one; raise it, or the smallest share"
+            )
 
 
 def load(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:

@@ -14,7 +14,8 @@ class Ledger:
     each, the wall time during which at least one such thing was going on.
 
     ``generated_tokens``: sampled by the policy, those of failed branches included. ``prompt_tokens``: observations.
-    ``trained_packed`` / ``trained_flat``: tokens that went through the learner, shared ones once / once per leaf.
+    ``trained_packed`` / ``trained_flat``: tokens of the rows that were learnt from, counted once a batch however many
+    epochs it took: shared ones once / once per leaf. ``forks_refused``: no snapshot could be taken there.
     """
 
     returns: int = 0
@@ -25,9 +26,10 @@ class Ledger:
     trained_flat: int = 0
     snapshots: int = 0
     restores: int = 0
+    forks_refused: int = 0
     discarded_branches: int = 0
     retried_branches: int = 0
-    updates: int = 0
+    batches: int = 0
     snapshot_seconds: float = 0.0
     restore_seconds: float = 0.0
     environment_seconds: float = 0.0

@@ -1,9 +1,4 @@
-"""Growing a rollout tree: the only place where a policy acts on a world.
-
-The policy seam is here because this is where it is used. A policy hands out *sessions*: growing token contexts that
-can be forked at any earlier token (a key/value cache is shared, not recomputed). Tokens go in, tokens come out; text is
-made from tokens once, to be played, and is never encoded again.
-"""
+"""Growing a rollout tree: the only place where a policy acts on a world."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from branchpoint.ledger import Ledger
 from branchpoint.noise import Arm, Noise
 from branchpoint.scheduler import Point, Scheduler, Watch
-from branchpoint.tree import Allowed, Branch, Floats, Fork, Ints, RolloutTree, Stop, Turn
+from branchpoint.session import Action, Policy, Session
+from branchpoint.tree import Branch, Fork, Ints, RolloutTree, Stop, Turn
 from branchpoint.world import (
     BranchFailure,
     Env,
@@ -33,64 +29,11 @@ from branchpoint.world import (
     SnapshotUnsupported,
     Step,
     Task,
+    UserError,
     settle,
 )
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Action:
-    """What a policy sampled: only the new tokens (after a prefix given by a fork), one entry each in every array.
-
-    ``text`` is the whole action, prefix included. ``stopped`` is False when the token limit cut it.
-    """
-
-    tokens: Ints
-    logprobs: Floats
-    raw_logprobs: Floats
-    entropies: Floats
-    text: str
-    stopped: bool = True
-    allowed: Allowed | None = None
-
-
-class Session(Protocol):
-    """One growing context: observation, action, observation, ... One owner; ``length`` counts its tokens."""
-
-    @property
-    def length(self) -> int: ...
-
-    async def act(
-        self, observation: Ints, step: Step, noise: Noise, max_tokens: int, prefix: Ints | None = None
-    ) -> Action:
-        """Append ``observation``, then sample an action and append it.
-
-        ``step`` is what ``observation`` shows: a restricted policy samples only its ``actions``, or what its
-        ``grammar`` matches.
-        ``noise.private()`` drives the sampling, so equal keys give equal tokens whatever else is in the batch.
-        ``prefix``: the action tokens already in the context, when the session was forked in the middle of an action;
-        they count for the restriction, the text and ``max_tokens``.
-        Raises PolicyFailure when the engine fails or the context is full before the first token.
-        """
-        ...
-
-    def fork(self, length: int) -> Session:
-        """A session that shares the first ``length`` tokens; both go on independently."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Policy(Protocol):
-    """Sessions, and the words around the tokens."""
-
-    def open(self) -> Session: ...
-
-    def observe(self, task: Task, step: Step, first: bool) -> Ints:
-        """The tokens that show a step to the model. ``first``: with the task's prompt; else as the answer to an action,
-        starting with whatever the chat format puts after the sampled tokens of the previous action."""
-        ...
 
 
 class Limits(BaseModel):
@@ -102,6 +45,7 @@ class Limits(BaseModel):
     action_tokens: int = Field(default=64, ge=1)
     context_tokens: int = Field(default=2048, ge=8)
     step_seconds: float = Field(default=60.0, gt=0)
+    start_seconds: float = Field(default=180.0, gt=0)
     retries: int = Field(default=2, ge=0)
     live: int = Field(default=256, ge=1)
 
@@ -120,7 +64,9 @@ class _Growing:
     turns: list[Turn] = field(default_factory=list)
     stop: Stop = "failed"
     failure: Failure | None = None
-    children: int = 0
+    heirs: int = 0  # siblings that share tokens sampled by this branch (the root group does not)
+    rooted: bool = False  # the root group has been started
+    frozen: set[int] = field(default_factory=set)  # turns of which a snapshot has been taken
 
     @property
     def turn(self) -> int:
@@ -177,8 +123,9 @@ class Grower:
     async def grow(self, make: Make, task: Task, noise: Noise, key: str = "") -> RolloutTree:
         """One tree for one task. ``noise`` keys everything random in it: equal noise gives an equal tree.
 
-        Failures of the world end up in the tree, as failed branches. Raises ValueError when the scheduler wants forks
-        that this sandbox cannot make; anything else that raises is a defect.
+        Failures of the world end up in the tree, as failed branches. A fork at which no snapshot can be taken is not
+        made, and counted in the ledger. Raises UserError, in a group, when the world has no snapshots at all and the
+        scheduler wants forks.
         """
         return await _Tree(self, make, task, noise).run(key)
 
@@ -202,14 +149,16 @@ class _Tree:
 
     async def _ask(self, column: str, what: str, call: Callable[..., T | Awaitable[T]], *args: Any) -> T:
         """Ask the world. Every way in which it can let us down becomes a typed failure of this branch."""
+        name = "start_seconds" if what in ("open", "reset") else "step_seconds"
+        limit: float = getattr(self.limits, name)
         try:
             with self.ledger.clock(column):
-                async with asyncio.timeout(self.limits.step_seconds):
+                async with asyncio.timeout(limit):
                     return await settle(call(*args))
         except BranchFailure:
             raise
         except TimeoutError as e:
-            raise SandboxFailure(f"{what} took over {self.limits.step_seconds:g} s (limits.step_seconds)") from e
+            raise SandboxFailure(f"{what} took over {limit:g} s (limits.{name})") from e
         except Exception as e:
             raise EnvironmentFailure(f"{what} raised {type(e).__name__}: {e}") from e
 
@@ -235,7 +184,7 @@ class _Tree:
 
     async def _branch(self, b: _Growing, context: Session, start: Start) -> None:
         """Run a branch to its end. After an infrastructure failure it runs again with the same keys (so that a retry
-        selects nothing), unless siblings already live on its tokens. Owns ``context``, its tokens so far."""
+        selects nothing), unless siblings live on its tokens. Owns ``context``, its tokens so far."""
         sampled = b.sampled
         try:
             for left in reversed(range(1 + self.limits.retries)):
@@ -245,7 +194,7 @@ class _Tree:
                         return
                     except BranchFailure as failure:
                         b.stop, b.failure = "failed", Failure(failure.kind, str(failure))
-                        if not left or b.children or not _transient(failure):
+                        if not left or b.heirs or not _transient(failure):
                             self.ledger.discarded_branches += 1
                             return
                 self.ledger.retried_branches += 1
@@ -255,31 +204,35 @@ class _Tree:
 
     async def _attempt(self, b: _Growing, context: Session, start: Start) -> None:
         env, step = await start(b)
-        session = context.fork(context.length)
+        session: Session | None = None
         try:
+            session = context.fork(context.length)
             await self._episode(b, env, session, step)
             self.ledger.returns += 1
         finally:
-            session.close()
+            if session is not None:
+                session.close()
             await self._close(env)
 
     async def _episode(self, b: _Growing, env: Env, session: Session, step: Step) -> None:
         """Act until the episode ends. Predictable forks leave as soon as they are decided, the others at the end."""
         watch = self._watch(b)
         candidates: dict[int, _Held] = {}
+        # A forked branch starts with the observation in its context already.
+        observation = np.zeros(0, np.int32) if b.point is not None else self.policy.observe(self.task, step, True)
         try:
             while True:
                 turn, shared = b.turn, b.shared if not b.turns else np.zeros(0, np.int32)
-                action, observation = await self._act(b, session, step, shared)
-                name = None
+                action = await self._act(b, session, observation, step, shared)
                 points = self._points(b, turn, watch.see(turn, action.entropies))
                 if points or turn in watch.keeps():
                     whole = np.concatenate([shared, action.tokens]).astype(np.int32)
-                    frozen = await self._freeze(env, points)
-                    held = _Held(frozen, step, session.length - len(whole), b.sampled - len(shared), whole)
+                    snapshot = await self._freeze(env)
+                    b.frozen |= {turn} if snapshot else set()
+                    held = _Held(snapshot, step, session.length - len(whole), b.sampled - len(shared), whole)
                     candidates[turn] = held
-                    name = f"{'.'.join(map(str, b.key)) or 'root'}@{turn}"
                     self._fork(b, held, session, points)
+                name = f"{'.'.join(map(str, b.key)) or 'root'}@{turn}" if turn in b.frozen else None
                 b.sampled += len(action.tokens)
                 shown = step
                 try:
@@ -291,7 +244,8 @@ class _Tree:
                 b.turns.append(_turn(action, observation, shown, step, name))
                 for t in set(candidates) - set(watch.keeps()):
                     await self._release(candidates.pop(t))
-                stop = self._stop(b, session, step)
+                observation = self.policy.observe(self.task, step, False)
+                stop = self._stop(b, session.length + len(observation), step)
                 if stop is not None:
                     b.stop = stop
                     for p in watch.finish():
@@ -303,23 +257,23 @@ class _Tree:
 
     def _watch(self, b: _Growing) -> Watch:
         """The scheduler's eyes on this branch."""
-        noise = self.noise.child("scheduler", *b.key)
+        noise, scheduler = self.noise.child("scheduler", *b.key), self.grower.scheduler
         if b.point is None:
-            return self.grower.scheduler.watch(noise)
-        at, depth = (b.point.turn, b.point.token), b.depth
-        return self.grower.scheduler.watch(noise, depth, b.sampled, at[0], start_token=at[1])
+            return scheduler.watch(noise)
+        # Where the scheduler itself forks the single root at its first token, the siblings are forks, not roots.
+        depth = b.depth + (scheduler.roots == 1 and b.depth == 0)
+        return scheduler.watch(noise, depth, b.sampled, b.point.turn, start_token=b.point.token)
 
     def _points(self, b: _Growing, turn: int, chosen: Iterable[Point]) -> list[Point]:
         """The forks to make at this turn; the root group is a fork like any other."""
         points = list(chosen)
-        if turn == 0 and b.parent is None and self.grower.scheduler.roots > 1:
+        if turn == 0 and b.parent is None and self.grower.scheduler.roots > 1 and not b.rooted:
+            b.rooted = True
             points.insert(0, Point(0, 0, self.grower.scheduler.roots, 1.0))
         return points
 
-    async def _act(self, b: _Growing, session: Session, step: Step, shared: Ints) -> tuple[Action, Ints]:
-        """Show the step (unless the context already holds it) and sample an action."""
-        forked = b.point is not None and not b.turns
-        observation = np.zeros(0, np.int32) if forked else self.policy.observe(self.task, step, b.turn == 0)
+    async def _act(self, b: _Growing, session: Session, observation: Ints, step: Step, shared: Ints) -> Action:
+        """Show the observation and sample an action."""
         room = self.limits.context_tokens - session.length - len(observation)
         room = min(room, self.limits.action_tokens - len(shared))
         if room < 1:
@@ -329,45 +283,53 @@ class _Tree:
             )
         noise = b.noise.child("turn", b.turn)
         with self.ledger.clock("generation_seconds"):
-            action = await session.act(observation, step, noise, len(shared) + room, shared if forked else None)
+            action = await session.act(observation, step, noise, len(shared) + room, shared if len(shared) else None)
         self.ledger.prompt_tokens += len(observation)
         self.ledger.generated_tokens += len(action.tokens)
-        return action, observation
+        return action
 
-    async def _freeze(self, env: Env, points: list[Point]) -> Snapshot | None:
-        """A snapshot; None where none can be taken and only the root group wants it (its members are reset afresh)."""
-        roots_only = bool(points) and all((p.turn, p.token) == (0, 0) for p in points)
-        if env.supports_snapshot:
-            try:
-                snapshot = await self._ask("snapshot_seconds", "snapshot", env.snapshot)
-                self.ledger.snapshots += 1
-                return snapshot
-            except SnapshotUnsupported:
-                if not roots_only:
-                    raise
-        elif not roots_only:
-            raise ValueError(
-                f"scheduler {self.grower.scheduler.kind!r} forks inside the episode, but this environment cannot be "
-                "snapshotted: choose sandbox 'process' or 'replay', or scheduler 'flat'"
-            )
-        return None
+    async def _freeze(self, env: Env) -> Snapshot | None:
+        """A snapshot, or None where none can be taken: the root group is then reset afresh, other forks are not made.
+
+        Whether one can be taken depends on the history alone, so leaving a fork out selects nothing.
+        """
+        if not env.supports_snapshot:
+            if self.grower.scheduler.kind != "flat":
+                raise UserError("this environment cannot be snapshotted: use sandbox 'process', or scheduler 'flat'")
+            return None
+        try:
+            snapshot = await self._ask("snapshot_seconds", "snapshot", env.snapshot)
+        except SnapshotUnsupported:
+            return None
+        self.ledger.snapshots += 1
+        return snapshot
 
     def _fork(self, b: _Growing, held: _Held, session: Session, points: Iterable[Point]) -> None:
         """Start the fresh siblings of each point; they own a share of ``held`` and a context of their own."""
         for p in points:
+            if held.snapshot is None and (p.turn, p.token) != (0, 0):
+                self.ledger.forks_refused += 1
+                continue
             for i in range(p.width - 1):
                 key = (*b.key, p.turn, p.token, i)
                 noise = self.noise.branch(self.grower.arm, *key)
                 child = _Growing(key, noise, b, p, held.action[: p.token], held.sampled + p.token)
                 self.branches.append(child)
-                b.children += 1
+                b.heirs += (p.turn, p.token) != (0, 0)
                 held.users += 1
                 self.tasks.create_task(self._sibling(child, session.fork(held.start + p.token), held))
 
     async def _sibling(self, b: _Growing, context: Session, held: _Held) -> None:
         async def start(b: _Growing) -> tuple[Env, Step]:
             if held.snapshot is None:
-                return await self._reset(b)
+                env, step = await self._reset(b)
+                if step != held.step:
+                    await self._close(env)
+                    raise EnvironmentFailure(
+                        "a second reset gave another first observation, and this world has no snapshots: make reset "
+                        "depend on the task alone, or choose a sandbox that can snapshot it"
+                    )
+                return env, step
             self.ledger.restores += 1
             return await self._ask("restore_seconds", "restore", held.snapshot.restore, b.noise), held.step
 
@@ -376,16 +338,15 @@ class _Tree:
         finally:
             await self._release(held)
 
-    def _stop(self, b: _Growing, session: Session, step: Step) -> Stop | None:
+    def _stop(self, b: _Growing, length: int, step: Step) -> Stop | None:
+        """Whether the episode ends with this step; ``length`` is that of the context once it is shown."""
         if step.done:
             return "done"
         if step.truncated:
             return "truncated"
         if b.turn >= self.limits.turns:
             return "turns"
-        # The next observation has to fit with at least one token of an action.
-        following = session.length + len(self.policy.observe(self.task, step, False))
-        return "length" if following >= self.limits.context_tokens else None
+        return "length" if length >= self.limits.context_tokens else None
 
 
 def _transient(failure: BranchFailure) -> bool:

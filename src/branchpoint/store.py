@@ -116,7 +116,8 @@ def read_trees(path: Path) -> Iterator[RolloutTree]:
 
 
 def replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let ``write`` make a file or folder beside ``path``, then put it in its place in one step.
+    """Let ``write`` make a file or folder beside ``path``, then put it in its place: in one step for a file; a folder
+    that was there is removed first.
 
     Raises StoreError when the disk is full or the place cannot be written; what was there before is untouched.
     """
@@ -255,5 +256,5 @@ class RunFolder:
         for p in (self.path / "trees").glob("[0-9]*.jsonl.zst"):
             if int(p.name.split(".")[0]) > update:
                 _remove(p)
-        for p in [*self.path.glob(".*.partial"), *self.path.glob("*/.*.partial")]:
+        for p in [*self.path.glob(".*.partial*"), *self.path.glob("*/.*.partial*")]:
             _remove(p)

@@ -18,13 +18,19 @@ import numpy as np
 from branchpoint.config import RunConfig
 from branchpoint.learner import Learner
 from branchpoint.ledger import Ledger
-from branchpoint.noise import Noise
+from branchpoint.noise import Noise, digest
 from branchpoint.pack import pack
-from branchpoint.rollout import Grower, Policy
+from branchpoint.rollout import Grower
 from branchpoint.scheduler import Flat, Scheduler
+from branchpoint.session import Policy
 from branchpoint.store import RunFolder, write_json, write_trees
 from branchpoint.tree import Branch, Credit, RolloutTree, Segments
 from branchpoint.world import Make, Sandbox, Task
+
+
+class RunError(Exception):
+    """The run cannot go on; one line with the first cause."""
+
 
 Report = Callable[[Mapping[str, Any]], None]
 
@@ -43,7 +49,7 @@ class Course:
 @dataclass(slots=True)
 class Run:
     """The parts of a run. ``save`` writes the model in Hugging Face layout and the learner's state into a folder;
-    ``load`` reads the learner's state back. ``spent``: what building the parts has cost (the warm start)."""
+    ``load`` reads the learner's state back. ``ledger`` holds what building the parts has cost (the warm start)."""
 
     config: RunConfig
     courses: tuple[Course, ...]
@@ -54,18 +60,18 @@ class Run:
     folder: RunFolder
     save: Callable[[Path], None]
     load: Callable[[Path], None]
-    spent: Ledger
+    ledger: Ledger
 
 
-async def train(run: Run, report: Report) -> dict[str, Any]:
-    """Train to the last update, from the newest checkpoint if there is one. Returns the last evaluation.
+async def train(run: Run, report: Report) -> None:
+    """Train to the last update, from the newest checkpoint if there is one.
 
-    ``report`` gets one mapping per update (metrics and timings) and per evaluation (``kind`` says which).
+    ``report`` gets one mapping an update: metrics, the evaluation if there was one, seconds and tokens a second.
+    Raises RunError when every rollout of an update fails.
     """
-    config, ledger = run.config, run.spent
+    config, ledger = run.config, run.ledger
     scheduler, first = _resume(run, ledger)
     noise = Noise(config.seed, config.seed)
-    last: dict[str, Any] = {}
     for update in range(first, config.training.updates + 1):
         clock = Ledger(**ledger.as_dict())  # type: ignore[arg-type]
         row: dict[str, Any] = {"update": update}
@@ -73,17 +79,16 @@ async def train(run: Run, report: Report) -> dict[str, Any]:
             if update > 0:
                 grower = Grower(run.policy, run.sandbox, scheduler, config.limits, config.noise, ledger)
                 trees = await collect(grower, pick(run.courses, config.training.tasks, update, noise), noise, update)
+                _require_scores(trees, f"update {update}")
                 row |= learn(run.learner, config, trees, ledger)
                 scheduler = scheduler.update(trees)
                 write_trees(run.folder.trees_file(update), trees)
             if update % config.training.eval_every == 0 or update == config.training.updates:
-                last = await evaluate(run, noise, ledger)
-                row |= last
+                row |= await evaluate(run, ledger)
         _record(run, update, row, ledger, clock, scheduler)
         seconds = ledger.wall_seconds - clock.wall_seconds
         tokens = ledger.generated_tokens - clock.generated_tokens
         report(row | {"seconds": seconds, "tokens_per_second": tokens / seconds})
-    return last
 
 
 def learn(learner: Learner, config: RunConfig, trees: Sequence[RolloutTree], ledger: Ledger) -> dict[str, Any]:
@@ -95,7 +100,7 @@ def learn(learner: Learner, config: RunConfig, trees: Sequence[RolloutTree], led
     with ledger.clock("learning_seconds"):
         # A constant of the design: one root group a task, whatever this batch's trees look like.
         metrics = learner.step(pack(weighed, settings.token_budget), normaliser=config.training.tasks)
-    ledger.updates += 1
+    ledger.batches += 1
     ledger.trained_packed += sum(len(s.tokens) for s, _ in weighed)
     ledger.trained_flat += sum(flat_tokens(s) for s, _ in weighed)
     return rollout_metrics(trees, pairs) | asdict(metrics)
@@ -124,9 +129,12 @@ def pick(courses: Sequence[Course], count: int, update: int, noise: Noise) -> li
     return picks
 
 
-async def evaluate(run: Run, noise: Noise, ledger: Ledger) -> dict[str, Any]:
-    """True success on the evaluation tasks. The luck is a function of (task, repeat): distinct across tasks, equal at
-    every checkpoint and in every arm. Its costs are booked in the ledger like all others."""
+async def evaluate(run: Run, ledger: Ledger) -> dict[str, Any]:
+    """True success on the evaluation tasks. Luck and draws are a function of (task, repeat): distinct across tasks,
+    equal at every checkpoint, in every arm and for every seed of a run. The costs are booked like all others.
+
+    Rollouts that failed have no outcome; they are counted beside. Raises RunError when none has one.
+    """
     repeats = run.config.training.eval_repeats
     grower = Grower(run.eval_policy, run.sandbox, Flat(roots=1), run.config.limits, "independent", ledger)
     out: dict[str, Any] = {}
@@ -134,12 +142,30 @@ async def evaluate(run: Run, noise: Noise, ledger: Ledger) -> dict[str, Any]:
         picks = [(course, t) for t in course.eval for _ in range(repeats)]
         async with asyncio.TaskGroup() as group:
             jobs = [
-                group.create_task(grower.grow(c.make, t, Noise(run.config.seed).child("eval", t.id, i % repeats)))
+                group.create_task(grower.grow(c.make, t, evaluation_noise(t, i % repeats)))
                 for i, (c, t) in enumerate(picks)
             ]
-        done = [success(b) for job in jobs for b in job.result().scored]
-        out[f"eval/{course.name}"] = float(np.mean(done)) if done else float("nan")
+        trees = [job.result() for job in jobs]
+        _require_scores(trees, f"evaluation on {course.name}")
+        done = [success(b) for t in trees for b in t.scored]
+        out[f"eval/{course.name}"] = float(np.mean(done))
+        if len(done) < len(picks):
+            out[f"eval_failed/{course.name}"] = len(picks) - len(done)
     return out
+
+
+def evaluation_noise(task: Task, repeat: int) -> Noise:
+    """The noise of one evaluation rollout."""
+    key = digest(task.seed, "evaluation", task.id, repeat)
+    return Noise(key, key)
+
+
+def _require_scores(trees: Sequence[RolloutTree], where: str) -> None:
+    failures = [b.failure for t in trees for b in t.branches if b.failure is not None]
+    if failures and not any(t.scored for t in trees):
+        raise RunError(
+            f"{where}: all {len(failures)} rollouts failed; the first, {failures[0].kind}: {failures[0].message}"
+        )
 
 
 def success(branch: Branch) -> float:

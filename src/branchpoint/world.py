@@ -65,6 +65,10 @@ class Step:
             raise GraderFailure(f"reward is {self.reward}; an environment must return a finite number")
 
 
+class UserError(ValueError):
+    """Something the user asked for cannot be had; one line that names it and the cure. It ends the run."""
+
+
 class BranchFailure(Exception):
     """A failure of one branch. It never becomes reward 0: the branch is retried or left out."""
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from branchpoint.config import Sampling
 from branchpoint.noise import Noise
 from branchpoint.policy.hf import HFPolicy, HFSession
-from branchpoint.rollout import Action
+from branchpoint.session import Action
 from branchpoint.world import Step
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from branchpoint.policy.chat import PlainCodec
 from branchpoint.policy.hf import HFPolicy
 from branchpoint.policy.restrict import Actions, Grammars
 from branchpoint.policy.small import train_tokenizer
-from branchpoint.rollout import Action
+from branchpoint.session import Action
 from branchpoint.world import PolicyFailure, Step
 
 ACTIONS = ("go to desk 1", "go to desk 10", "go to bed 1", "take pen 1 from desk 1", "look", "inventory")

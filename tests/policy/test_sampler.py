@@ -12,7 +12,7 @@ from sampler_kit import NONE, act, chosen, ids, model, policy, run, same, teache
 from branchpoint.config import Sampling
 from branchpoint.noise import Noise
 from branchpoint.policy.hf import HFPolicy, HFSession
-from branchpoint.rollout import Action
+from branchpoint.session import Action
 from branchpoint.world import PolicyFailure, Step
 
 

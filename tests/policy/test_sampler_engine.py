@@ -12,7 +12,7 @@ from branchpoint.config import Sampling
 from branchpoint.noise import Noise
 from branchpoint.policy.chat import ChatCodec
 from branchpoint.policy.hf import HFPolicy
-from branchpoint.rollout import Action
+from branchpoint.session import Action
 from branchpoint.world import PolicyFailure, Step
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -57,26 +56,35 @@ def _course(spec: EnvSpec, index: int) -> Course:
     return Course(spec.name, make, train, held_out, spec.share)
 
 
-def words(config: RunConfig, folder: RunFolder, ledger: Ledger, say: Say, report: Report) -> Words:
+def words(
+    config: RunConfig, lessons: tuple[Course, ...], folder: RunFolder, ledger: Ledger, say: Say, report: Report
+) -> Words:
     """The model as the run left it, or a new one (warm-started if the config says so)."""
     done = folder.checkpoints()
     spec = config.model
     if done:
         model, tokenizer = models.load(folder.checkpoint(done[-1]), spec.dtype, device=spec.device)
         return Words(model, tokenizer, codec_of(tokenizer))
-    shown = list(transcripts(config)) if spec.warm_start or spec.name == "small" else []
+    shown = list(transcripts(config, lessons)) if spec.warm_start or spec.name == "small" else []
     if spec.name == "small":
         tokenizer = small.train_tokenizer(texts(shown))
-        model = small.build(tokenizer, small.Sizes(**spec.size), config.seed).to(getattr(torch, spec.dtype))
+        model = small.build(tokenizer, _sizes(spec.size), config.seed).to(spec.device, getattr(torch, spec.dtype))
     else:
         model, tokenizer = models.load(spec.name, spec.dtype, spec.lora, device=spec.device, seed=config.seed)
     codec = codec_of(tokenizer)
     if spec.warm_start:
-        rows = to_rows(codec, shown, restrict=config.sampling.restrict == "actions")
+        rows = to_rows(codec, shown, restrict=spec.warm_start.restrict)
         say(f"warm start: {len(rows)} expert episodes, {sum(map(len, rows)):,} tokens, {spec.warm_start.epochs} epochs")
         with ledger.clock("learning_seconds"):
             imitate(model, rows, codec.vocabulary, spec.warm_start, seed=config.seed, report=report)
     return Words(model, tokenizer, codec)
+
+
+def _sizes(given: dict[str, int]) -> small.Sizes:
+    try:
+        return small.Sizes(**given)
+    except TypeError as e:
+        raise ConfigError(f"model.size: {e}; known: {', '.join(small.Sizes.__dataclass_fields__)}") from None
 
 
 def codec_of(tokenizer: Any) -> Any:
@@ -84,19 +92,27 @@ def codec_of(tokenizer: Any) -> Any:
     return chat.PlainCodec(tokenizer) if chat.ACT in tokenizer.get_added_vocab() else chat.ChatCodec(tokenizer)
 
 
-def transcripts(config: RunConfig) -> Iterator[Transcript]:
-    """Expert episodes on the training tasks of every environment: shipped ones where there are, else played here."""
+def transcripts(config: RunConfig, lessons: tuple[Course, ...]) -> Iterator[Transcript]:
+    """Won expert episodes of every environment, of its training split and never of an evaluation task: shipped ones
+    where there are, else played here, the run's own training tasks first."""
     count = config.model.warm_start.episodes if config.model.warm_start else 64
-    for spec in config.envs:
-        recorded = envs.transcripts(spec.name, **spec.options)
-        yield from islice(recorded if recorded is not None else _played(spec), count)
+    for spec, course in zip(config.envs, lessons, strict=True):
+        held_out = {t.id for t in course.eval}
+        dials = {k: v for k, v in (spec.options | spec.train).items() if k not in ("split", "n", "seed")}
+        recorded = envs.transcripts(spec.name, **dials)
+        found = recorded if recorded is not None else _played(spec, course)
+        yield from islice((t for t in found if t[0].id not in held_out), count)
 
 
-def _played(spec: EnvSpec) -> Iterator[Transcript]:
-    """The expert's won episodes on the training tasks, then on more of the same split."""
+def _played(spec: EnvSpec, course: Course) -> Iterator[Transcript]:
+    """The expert's won episodes on the training tasks, then on the others of their split."""
+    known = {t.id for t in course.train}
     dials: dict[str, Any] = {**spec.options, **spec.train, "n": None}
-    for task in envs.tasks(spec.name, **dials):
-        turns, won = play_expert(task)
+    for task in (*course.train, *(t for t in envs.tasks(spec.name, **dials) if t.id not in known)):
+        try:
+            turns, won = play_expert(task)
+        except ValueError as e:
+            raise ConfigError(f"envs ({spec.name}): no expert to learn from ({e}); start from another model") from e
         if won:
             yield task, turns
 
@@ -115,12 +131,10 @@ def play_expert(task: Task, limit: int = 200) -> tuple[list[tuple[Any, str]], bo
         world.close()
 
 
-@contextmanager
-def run(config: RunConfig, folder: RunFolder, say: Say, report: Report) -> Iterator[Run]:
-    """All parts, wired; the sandbox and the engines are closed at the end."""
+def run(config: RunConfig, lessons: tuple[Course, ...], folder: RunFolder, say: Say, report: Report) -> Run:
+    """All parts, wired. Who runs it closes the sandbox and the policies."""
     ledger, start = Ledger(), time.perf_counter()
-    lessons = courses(config)
-    parts = words(config, folder, ledger, say, report)
+    parts = words(config, lessons, folder, ledger, say, report)
     settings = config.learner.model_copy(
         update={"temperature": config.sampling.temperature, "vocabulary": parts.codec.vocabulary}
     )
@@ -141,7 +155,7 @@ def run(config: RunConfig, folder: RunFolder, say: Say, report: Report) -> Itera
         return HFPolicy(parts.model, parts.codec, sampling, context=config.limits.context_tokens)
 
     greedy = config.sampling.model_copy(update={"greedy": True})
-    yield Run(
+    return Run(
         config=config,
         courses=lessons,
         policy=policy(config.sampling),
@@ -151,14 +165,17 @@ def run(config: RunConfig, folder: RunFolder, say: Say, report: Report) -> Itera
         folder=folder,
         save=save,
         load=load,
-        spent=ledger,
+        ledger=ledger,
     )
 
 
 def sandbox(config: RunConfig) -> Sandbox:
     """The sandbox that the config names."""
     if config.sandbox == "process":
-        return ForkServer(preload=tuple(m for spec in config.envs for m in envs.preload(spec.name)))
+        preload = tuple(module for spec in config.envs for module in envs.preload(spec.name))
+        return ForkServer(
+            preload=preload, step_timeout_s=config.limits.step_seconds, start_timeout_s=config.limits.start_seconds
+        )
     from branchpoint.sandbox.inprocess import InProcess
     from branchpoint.sandbox.replay import Replay
 

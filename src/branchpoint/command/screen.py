@@ -13,11 +13,10 @@ from rich.table import Table
 
 
 class Screen:
-    """Reports of a run. Use as a context manager around the part that shows a bar."""
+    """Reports of a run."""
 
     def __init__(self, console: Console, updates: int) -> None:
         self.console, self.updates = console, updates
-        self.rows: list[Mapping[str, Any]] = []
         self._progress: Progress | None = None
         self._said = 0.0
 
@@ -48,7 +47,6 @@ class Screen:
 
     def update(self, row: Mapping[str, Any]) -> None:
         """One finished update."""
-        self.rows.append(row)
         self.say(line(row))
         if self._progress is not None:
             self._progress.update(self._task, completed=row["update"])
@@ -72,6 +70,8 @@ def line(row: Mapping[str, Any]) -> str:
             f"with signal {row['informative']:.0%}",
             f"{row['tokens_per_second']:,.0f} tokens/s",
         ]
+    failed = sum(v for k, v in row.items() if k.startswith(("failed/", "eval_failed/")))
+    parts += [f"{failed} failed"] if failed else []
     parts += [f"held-out {k.removeprefix('eval/')} {v:.1%}" for k, v in row.items() if k.startswith("eval/")]
     return "  ".join([*parts, f"{row['seconds']:.1f} s"])
 

@@ -15,7 +15,6 @@ from branchpoint.command import build
 from branchpoint.command.screen import Screen
 from branchpoint.command.view import choose, draw
 from branchpoint.config import RunConfig
-from branchpoint.noise import Noise
 from branchpoint.plot import learning_curve
 from branchpoint.store import RunFolder, StoreError, read_trees
 from branchpoint.world import settle
@@ -27,18 +26,19 @@ def train(path: Path, overrides: list[str], resume: bool, fresh: bool, console: 
     folder = RunFolder(config.run)
     screen = Screen(console, config.training.updates)
     with folder.locked():
+        lessons = build.courses(config)  # before an old run is cleared away
         build.prepare(config, configs.dump(config), folder, resume, fresh)
         screen.say(describe(config))
         try:
-            with build.run(config, folder, screen.say, screen.warm_start) as run:
-                build.sign(configs.dump(config), folder)
-                done = folder.checkpoints()
-                with screen.bar(done[-1] if done else 0):
-                    asyncio.run(_train(run, screen))
+            run = build.run(config, lessons, folder, screen.say, screen.warm_start)
+            build.sign(configs.dump(config), folder)
+            done = folder.checkpoints()
+            with screen.bar(done[-1] if done else 0):
+                asyncio.run(_train(run, screen))
         except KeyboardInterrupt:
-            rows = folder.rows("metrics.jsonl")
-            last = f"after update {rows[-1]['update']}" if rows else "before the first update"
-            screen.say(f"stopped {last}; go on with: branchpoint train {path} {' '.join(overrides)} --resume")
+            done = folder.checkpoints()
+            last = f"the checkpoint of update {done[-1]} stands" if done else "before the first checkpoint"
+            screen.say(f"stopped, {last}; go on with: branchpoint train {path} {' '.join(overrides)} --resume")
             return 130
         _close(config, folder, screen)
     return 0
@@ -98,21 +98,17 @@ def evaluate(path: Path, overrides: list[str], console: Console) -> int:
         raise StoreError(f"{path}: holds no complete checkpoint; train first, or go on with --resume")
     config = configs.load(path / "config.yaml", overrides)
     screen = Screen(console, 0)
-    with build.run(config, folder, screen.say, screen.warm_start) as run:
-        result = asyncio.run(_evaluate(run))
-    for name, value in result.items():
-        screen.say(f"{name.removeprefix('eval/')}: {value:.1%} of {len_of(run, name)} rollouts succeed")
+    run = build.run(config, build.courses(config), folder, screen.say, screen.warm_start)
+    result = asyncio.run(_evaluate(run))
+    for course in run.courses:
+        total, failed = len(course.eval) * config.training.eval_repeats, result.get(f"eval_failed/{course.name}", 0)
+        note = f" ({failed} more failed)" if failed else ""
+        screen.say(f"{course.name}: {result[f'eval/{course.name}']:.1%} of {total - failed} rollouts succeed{note}")
     return 0
 
 
 async def _evaluate(run: loop.Run) -> dict[str, Any]:
     try:
-        return await loop.evaluate(run, Noise(run.config.seed, run.config.seed), run.spent)
+        return await loop.evaluate(run, run.ledger)
     finally:
         await settle(run.sandbox.close())
-
-
-def len_of(run: loop.Run, name: str) -> int:
-    """The number of evaluation rollouts of one environment."""
-    course = next(c for c in run.courses if f"eval/{c.name}" == name)
-    return len(course.eval) * run.config.training.eval_repeats

@@ -18,13 +18,13 @@ from branchpoint.noise import Noise
 from branchpoint.policy.chat import Codec
 from branchpoint.policy.restrict import Actions, Grammars
 from branchpoint.policy.sampler import Context, Engine, Request, Restriction, Rule
-from branchpoint.rollout import Action
+from branchpoint.session import Action
 from branchpoint.tree import Ints
 from branchpoint.world import PolicyFailure, Step, Task
 
 
 class HFPolicy:
-    """A policy on a transformers causal language model; implements :class:`branchpoint.rollout.Policy`.
+    """A policy on a transformers causal language model; implements :class:`branchpoint.session.Policy`.
 
     Args:
         model: an ``AutoModelForCausalLM`` (or peft model) with standard attention. Shared with the learner.
@@ -96,7 +96,7 @@ class HFPolicy:
 
 
 class HFSession:
-    """A session of :class:`HFPolicy`; implements :class:`branchpoint.rollout.Session`."""
+    """A session of :class:`HFPolicy`; implements :class:`branchpoint.session.Session`."""
 
     def __init__(self, policy: HFPolicy, context: Context) -> None:
         self._policy, self._context, self._open = policy, context, True
@@ -109,7 +109,7 @@ class HFSession:
     async def act(
         self, observation: Ints, step: Step, noise: Noise, max_tokens: int, prefix: Ints | None = None
     ) -> Action:
-        """See :meth:`branchpoint.rollout.Session.act`.
+        """See :meth:`branchpoint.session.Session.act`.
 
         The draws come from ``noise.private("token", position)``, where position is that of the first new token.
         """
@@ -147,7 +147,7 @@ class HFSession:
         return self._action(request, before)
 
     def fork(self, length: int) -> HFSession:
-        """See :meth:`branchpoint.rollout.Session.fork`. Rows are shared until the new session first writes."""
+        """See :meth:`branchpoint.session.Session.fork`. Rows are shared until the new session first writes."""
         if not self._open:
             raise PolicyFailure("this session is closed")
         return HFSession(self._policy, self._context.fork(length))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from branchpoint.noise import Noise, digest
-from branchpoint.rollout import Action
+from branchpoint.session import Action
 from branchpoint.tree import Array, Ints
 from branchpoint.world import PolicyFailure, Step, Task
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from branchpoint.noise import Noise
-from branchpoint.rollout import Action, Policy, Session
+from branchpoint.session import Action, Policy, Session
 from branchpoint.testing.report import Checks, Report, expect
 from branchpoint.tree import Floats, Ints
 from branchpoint.world import Step, Task
@@ -21,7 +21,7 @@ async def check_policy(
     max_tokens: int = 16,
     tolerance: float = 1e-3,
 ) -> Report:
-    """Whether the sessions of a policy keep the contract of :class:`~branchpoint.rollout.Session`.
+    """Whether the sessions of a policy keep the contract of :class:`~branchpoint.session.Session`.
 
     Args:
         task, steps: what the policy is shown: the first observation, and the answer to its first action.
