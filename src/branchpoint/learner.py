@@ -163,36 +163,6 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return _average(history)
 
-    def imitate(
-        self,
-        batches: Sequence[PackedBatch],
-        normaliser: float | None = None,
-        observation_weight: float = 0.0,
-        restricted: bool = False,
-    ) -> float:
-        """One supervised update; returns the loss ``-sum(w log pi(token)) / normaliser`` before it.
-
-        w = share on sampled tokens, ``observation_weight`` on observation tokens. ``normaliser`` defaults to the sum of
-        w. The plain softmax of the model at temperature 1 is trained unless ``restricted``.
-        """
-        weights = [_imitation_weights(batch, observation_weight) for batch in batches]
-        total = float(sum(w.sum() for w in weights)) if normaliser is None else normaliser
-        if total <= 0:
-            return 0.0
-        self.optimizer.zero_grad(set_to_none=True)
-        value = 0.0
-        with self._running(self._base):
-            for batch, weight in zip(batches, weights, strict=True):
-                where = np.flatnonzero(weight)
-                if len(where):
-                    scored = self._score(self._base, batch, where, plain=not restricted)
-                    loss = -(self._tensor(weight[where], scored.logprobs) * scored.logprobs).sum() / total
-                    loss.backward()
-                    value += float(loss.detach())
-        self._update(self._norm())
-        self.optimizer.zero_grad(set_to_none=True)
-        return value
-
     # --- exact resume -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -256,7 +226,7 @@ class Learner:
         sums.loss += float((policy + penalty).detach())
         return policy + penalty
 
-    def _score(self, model: Any, batch: PackedBatch, where: Where, plain: bool = False) -> _Scored:
+    def _score(self, model: Any, batch: PackedBatch, where: Where) -> _Scored:
         """Log-probabilities of the tokens ``where``; the logits of no other token are ever computed."""
         c = self.config
         hidden = kernels.hidden_states(model, batch, c.kernel)
@@ -264,8 +234,8 @@ class Learner:
             kernels.head(model),
             hidden[torch.tensor(batch.predictor[where], device=self.device)],
             torch.tensor(batch.tokens[where], device=self.device),
-            1.0 if plain else c.temperature,
-            None if plain else batch.allowed_sets(where),
+            c.temperature,
+            batch.allowed_sets(where),
             c.vocabulary,
         )
         return _Scored(where, logprobs, entropy)
@@ -394,8 +364,3 @@ def _unwrapped(model: nn.Module) -> Any:
     if any(getattr(s, "is_prompt_learning", False) for s in settings.values()):
         raise ValueError("prompt tuning adds tokens that a packed row has no place for; use LoRA or another adapter")
     return model.get_base_model()  # pyright: ignore
-
-
-def _imitation_weights(batch: PackedBatch, observation_weight: float) -> npt.NDArray[np.float64]:
-    observed = ~batch.sampled & (batch.predictor >= 0) & (batch.source >= 0)
-    return np.where(observed, observation_weight, batch.share)

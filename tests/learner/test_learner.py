@@ -282,31 +282,3 @@ def test_resumed_training_is_bit_identical():
     for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert [m.lr for m in log] == pytest.approx([1e-2 * 1.5 / 4, 1e-2 * 3.5 / 4, 1e-2, 1e-2])
-
-
-def test_imitation_is_weighted_likelihood_of_the_model_itself():
-    rng = np.random.default_rng(11)
-    model = tiny()
-    segments = Segments.of(random_tree(rng, 5, restricted=True))
-    credit = leaf_credit(segments, random_advantages(rng, segments))
-    weight = np.where(segments.sampled, credit.share, 0.25)
-    total = torch.zeros((), dtype=torch.float64)
-    done: set[int] = set()
-    for _, path in paths(segments):
-        logits = torch.log_softmax(
-            model(input_ids=torch.tensor(segments.tokens[path], dtype=torch.long)[None]).logits[0], -1
-        )
-        for k, t in enumerate(path[1:], start=1):
-            if int(t) not in done:
-                done.add(int(t))
-                total = total - float(weight[t]) * logits[k - 1, int(segments.tokens[t])]
-    weight[0] = 0  # nothing predicts the first token
-    want = float(total.detach()) / weight.sum()
-    longest = max(len(p) for _, p in paths(segments))
-    for budget in (BIG, longest + 3):
-        learner = Learner(copy.deepcopy(model), LearnerConfig(temperature=0.5, lr=1e-2))
-        rows = pack([(segments, credit)], budget)
-        assert learner.imitate(rows, observation_weight=0.25) == pytest.approx(want, abs=1e-10)
-        later = [learner.imitate(rows, observation_weight=0.25) for _ in range(5)]
-        assert later[-1] < want
-    assert learner.imitate([]) == 0.0
