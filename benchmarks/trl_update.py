@@ -262,6 +262,7 @@ def main() -> None:
     peers = {a: a for a in args.arms if a in ("rollout_func", "environment_factory")}
     python = install(args.cache) if peers else Path(sys.executable)
     sides: dict[str, Peer | Ours] = {}
+    result = ""
     try:
         for a in args.arms:
             sides[a] = (
