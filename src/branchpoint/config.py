@@ -66,7 +66,7 @@ class WarmStart(Frozen):
     episodes: int = Field(default=400, ge=1, description="expert episodes per environment")
     epochs: int = Field(default=6, ge=1)
     lr: float = Field(default=3e-3, gt=0)
-    batch_tokens: int = Field(default=2048, ge=64)
+    batch_tokens: int = Field(default=512, ge=64)
     observation_weight: float = Field(default=0.2, ge=0, le=1)
     restrict: bool = False
 
@@ -94,6 +94,7 @@ class EnvSpec(Frozen):
     eval: dict[str, Any] = Field(default_factory=lambda: {"split": "validation", "n": 32})
     options: dict[str, Any] = Field(default_factory=dict)
     share: float = Field(default=1.0, gt=0, description="relative share of the tasks of an update")
+    episodes: int | None = Field(default=None, ge=0, description="of the warm start; model.warm_start's if not given")
 
 
 class Training(Frozen):

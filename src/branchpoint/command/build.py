@@ -101,7 +101,8 @@ def transcripts(config: RunConfig, lessons: tuple[Course, ...]) -> Iterator[Tran
         dials = {k: v for k, v in (spec.options | spec.train).items() if k not in ("split", "n", "seed")}
         recorded = envs.transcripts(spec.name, **dials)
         found = recorded if recorded is not None else _played(spec, course)
-        yield from islice((t for t in found if t[0].id not in held_out), count)
+        wanted = count if spec.episodes is None else spec.episodes
+        yield from islice((t for t in found if t[0].id not in held_out), wanted)
 
 
 def _played(spec: EnvSpec, course: Course) -> Iterator[Transcript]:
