@@ -1,7 +1,6 @@
 """One update against TRL's GRPOTrainer: CPU-seconds on the same model, task shape, leaves x length and machine.
 
-    OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483648 \\
-        python benchmarks/trl_update.py --cache ~/.cache/branchpoint-trl --out benchmarks/baselines/trl_update.json
+    python benchmarks/trl_update.py --cache ~/.cache/branchpoint-trl --out benchmarks/baselines/trl_update.json
 
 An update: 8 rollouts of 64 prompt tokens and 4 turns of 96 sampled and 16 observation tokens (512 in all), an 11M Llama
 with random weights in float32, one thread, generation, credit, forward, backward and AdamW. Arms:
@@ -258,6 +257,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if any(
+        os.environ.get(k) != v for k, v in ENVIRONMENT.items()
+    ):  # read when a process starts; the same for both sides
+        os.execve(sys.executable, [sys.executable, __file__, *sys.argv[1:]], os.environ | ENVIRONMENT)
     torch.set_num_threads(1)
     peers = {a: a for a in args.arms if a in ("rollout_func", "environment_factory")}
     python = install(args.cache) if peers else Path(sys.executable)
