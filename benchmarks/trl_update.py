@@ -253,7 +253,8 @@ def report(runs: dict[str, list[Update]], sides: Mapping[str, Peer | Ours]) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "branchpoint-trl")
-    parser.add_argument("--arms", nargs="+", default=["rollout_func", "environment_factory", "flat", "tree"])
+    every = ["rollout_func", "environment_factory", "flat", "tree"]
+    parser.add_argument("--arms", nargs="+", choices=every, default=every)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
