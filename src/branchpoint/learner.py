@@ -33,7 +33,7 @@ class LearnerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    lr: float = Field(default=3e-4, gt=0)
+    lr: float = Field(default=3e-4, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(default=0.0, ge=0, description="on matrices only")
     warmup_steps: int = Field(

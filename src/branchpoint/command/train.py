@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,16 @@ def train(path: Path, overrides: list[str], resume: bool, fresh: bool, console: 
 async def _train(run: loop.Run, screen: Screen) -> None:
     task = asyncio.current_task()
     assert task is not None
+
+    def report(row: Mapping[str, Any]) -> None:
+        screen.update(row)
+        if any(name.startswith("eval/") for name in row):
+            learning_curve(run.folder.rows("metrics.jsonl"), run.folder.path / "curve.png")
+
     # A polite kill stops like Ctrl-C: the run is cancelled where it waits, and nothing half-written stays.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     try:
-        await loop.train(run, screen.update)
+        await loop.train(run, report)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
@@ -70,8 +77,6 @@ def describe(config: RunConfig) -> str:
 
 def _close(config: RunConfig, folder: RunFolder, screen: Screen) -> None:
     rows = folder.rows("metrics.jsonl")
-    curve = folder.path / "curve.png"
-    learning_curve(rows, curve)
     for update in range(config.training.updates, 0, -1):
         trees = list(read_trees(folder.trees_file(update)))
         drawn = choose(trees, None)
@@ -80,7 +85,7 @@ def _close(config: RunConfig, folder: RunFolder, screen: Screen) -> None:
             draw(drawn, config.estimator, screen.console)
             break
     screen.summary(rows, _ledger(folder))
-    screen.say(f"learning curve: {curve}\nall trees: branchpoint view {folder.path}")
+    screen.say(f"learning curve: {folder.path / 'curve.png'}\nall trees: branchpoint view {folder.path}")
 
 
 def _ledger(folder: RunFolder) -> dict[str, Any]:

@@ -5,6 +5,7 @@ They exist to show by how much, and to prove that the exact check would notice. 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,7 +25,13 @@ class Faulty:
     mass: nothing (the reference). leafw: values and weights by number of leaves. selfmean: the group mean contains the
     member itself; selfmean_fixed: that times K / (K - 1). std: the segments at the
     fork, leave-one-out, divided by the group's standard deviation.
-    down: what precedes a fork uses the mean of the next fork. uniform: every segment weighs one over the leaves.
+    down: what precedes the first fork uses the mean of that fork, however many steps ahead. uniform: every segment
+    weighs one over the leaves of its tree.
+
+    A segment with no fork to compare with (none above; for ``down`` none below either) has the baseline 0 *for its
+    return-to-go*: its advantage is U_e, without the rewards before it. Those are harmless noise to the unbiased
+    estimator, but not to ``down`` and ``uniform``, which treat a segment by what follows it: where the forks depend on
+    its outcome, so would the rewards' factor, and the bias would be another.
     """
 
     fault: Fault
@@ -32,44 +39,42 @@ class Faulty:
     def credit(self, segments: Segments) -> Credit:
         """[N] credit."""
         full, weight = full_returns(segments), trained_mass(segments)
-        leaves = segments.sum_up(segments.leaf.astype(float))
+        before = segments.sum_down(segments.reward) - segments.reward
         if self.fault == "leafw":
-            before = segments.sum_down(segments.reward) - segments.reward
-            total = np.where(segments.leaf, before + segments.reward, 0.0)
-            full, weight = segments.sum_up(total) / leaves, leaves / leaves[0]
+            leaves = segments.sum_up(segments.leaf.astype(float))
+            full = segments.sum_up(np.where(segments.leaf, before + segments.reward, 0.0)) / leaves
+            weight = leaves / leaves[0]
         if self.fault == "uniform":
-            weight = np.full(len(full), 1.0 / leaves[0])
-        return Credit.of(segments, self._advantage(segments, full), weight)
+            weight = np.full(len(full), 1.0 / np.count_nonzero(segments.leaf))
+        return Credit.of(segments, self._advantage(segments, full, before), weight)
 
-    def _advantage(self, segments: Segments, full: Array) -> Array:
-        children = segments.children()
-        base, scale = np.zeros(len(full)), np.ones(len(full))
-        for parent, kids in enumerate(children):
-            group = list(kids)
-            x = full[group]
-            if len(group) < 2:
-                base[group] = base[parent]
-                scale[group] = 1.0 if self.fault == "std" else scale[parent]
-            elif self.fault in ("selfmean", "selfmean_fixed"):
-                base[group] = np.mean(x)
-                scale[group] = len(x) / (len(x) - 1) if self.fault == "selfmean_fixed" else 1.0
+    def _advantage(self, segments: Segments, full: Array, before: Array) -> Array:
+        """Lists, not arrays: groups hold two or three members, and the trees are many."""
+        children, value, base = segments.children(), full.tolist(), before.tolist()
+        scale = [1.0] * len(value)
+        # Depth-first order: up to the first fork the tree is one path, and all that follows has a fork above.
+        first = next((s for s, group in enumerate(children) if len(group) > 1), len(children))
+        if self.fault == "down" and first < len(children):
+            base[: first + 1] = [_mean([value[c] for c in children[first]])] * (first + 1)
+        for parent, group in enumerate(children[first:], first):
+            if len(group) > 1:
+                compared = self._compare([value[c] for c in group])
             else:
-                base[group] = (np.sum(x) - x) / (len(x) - 1)
-                if self.fault == "std":
-                    scale[group] = 1.0 / (np.std(x, ddof=1) + 1e-8)
-        if self.fault == "down":
-            base = self._from_below(segments, full, base)
-        return (full - base) * scale
+                compared = [(base[parent], 1.0 if self.fault == "std" else scale[parent])] * len(group)
+            for c, (b, k) in zip(group, compared, strict=True):
+                base[c], scale[c] = b, k
+        return (full - np.array(base)) * np.array(scale)
 
-    @staticmethod
-    def _from_below(segments: Segments, full: Array, base: Array) -> Array:
-        """``base``, but before the first fork of a path the mean of that fork."""
-        children = segments.children()
-        free = np.ones(len(full), bool)
-        below = np.zeros(len(full))
-        for s in reversed(range(len(full))):
-            kids = list(children[s])
-            below[s] = np.mean(full[kids]) if len(kids) > 1 else below[kids[0]] if kids else 0.0
-        for s in range(1, len(full)):
-            free[s] = free[segments.parent[s]] and len(children[segments.parent[s]]) < 2
-        return np.where(free, below, base)
+    def _compare(self, x: list[float]) -> list[tuple[float, float]]:
+        """For each member of a group, the baseline and the factor of the difference from it."""
+        n, total, mean = len(x), sum(x), _mean(x)
+        if self.fault in ("selfmean", "selfmean_fixed"):
+            return [(mean, n / (n - 1) if self.fault == "selfmean_fixed" else 1.0)] * n
+        scale = 1.0
+        if self.fault == "std":
+            scale = 1.0 / (math.sqrt(sum((v - mean) ** 2 for v in x) / (n - 1)) + 1e-8)
+        return [((total - v) / (n - 1), scale) for v in x]
+
+
+def _mean(x: list[float]) -> float:
+    return sum(x) / len(x)

@@ -1,0 +1,70 @@
+"""The command line: bad input ends in one line that names it and the cure, with a non-zero exit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from branchpoint.cli import main
+
+ENVS = "envs: [{name: backoffice, train: {split: train, n: 2}, eval: {split: validation, n: 1}}]\n"
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("branchpoint: ")
+    assert len(err.splitlines()) == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "message"),
+    [
+        (ENVS, "learner.lrr=1", "learner.lrr: unknown field; did you mean 'lr'?"),
+        (ENVS, "model.name=/no/such/model", "'/no/such/model' does not exist"),
+        (ENVS, "model.size={widht: 3}", "model.size"),
+        (ENVS, "learner.token_budget=100", "learner.token_budget: must be at least limits.context_tokens"),
+        (ENVS, "sampling.greedy=true", "training.eval_greedy"),
+        (ENVS, "envs.0.options.requestz=1", "requestz"),
+        (ENVS.replace("backoffice", "nothing"), "seed=1", "no environment 'nothing'; known: alfworld, backoffice"),
+        (ENVS.replace("backoffice", "no.module:make"), "seed=1", "no module"),
+        (ENVS.replace("split: validation", "split: train"), "seed=1", "are in train and eval"),
+    ],
+)
+def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, override: str, message: str) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(text)
+    run = tmp_path / "run"
+    assert message in fails(capsys, "train", str(config), f"run={run}", override)
+    assert not (run / "config.yaml").exists(), "a failed start leaves a folder that can be used"
+
+
+def test_an_old_run_is_kept_when_the_new_config_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, run = tmp_path / "c.yaml", tmp_path / "run"
+    config.write_text(ENVS)
+    run.mkdir()
+    (run / "config.yaml").write_text("an old run")
+    fails(capsys, "train", str(config), f"run={run}", "envs.0.options.requestz=1", "--fresh")
+    assert (run / "config.yaml").read_text() == "an old run"
+
+
+def test_the_other_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "not a run folder" in fails(capsys, "eval", str(tmp_path))
+    assert "holds no trees" in fails(capsys, "view", str(tmp_path))
+    assert "no environment 'nothing'" in fails(capsys, "check", "env", "nothing")
+    assert "known: process, state, replay" in fails(capsys, "check", "sandbox", "nothing")
+    assert "name a built-in" in fails(capsys, "check", "env")
+    broken = tmp_path / "o.json"
+    broken.write_text('{"mdps": 3}')
+    assert "mdps: expected" in fails(capsys, "check", "oracles", str(broken))
+    assert main(["check", "policy", "fake"]) == 0
+    assert "failed" not in capsys.readouterr().out
+
+
+def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "x.yaml", "--frehs"])
+    assert stop.value.code == 2
+    assert "--frehs" in capsys.readouterr().err
