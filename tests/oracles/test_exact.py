@@ -10,8 +10,9 @@ import pytest
 from exact_kit import known, noisy_two_step, random_mdp, two_token_turns
 
 from branchpoint.advantage import Bpo, DrGrpo, Grpo, Reinforce, Rloo, Tree
-from branchpoint.probe.cases import Design, bpo, fixed, look_ahead
+from branchpoint.probe.cases import Design, bpo, fixed, look_ahead, poor_so_far
 from branchpoint.probe.enumerate import Forest, Moments, exact, gradient, scheduled
+from branchpoint.probe.invalid import Faulty
 from branchpoint.probe.tabular import Mdp
 from branchpoint.scheduler import EquallySpaced, Fixed, Flat, LowestEntropy, Random, Threshold, TopEntropy
 from branchpoint.tree import Segments
@@ -113,6 +114,30 @@ def test_leafwise_estimators_are_biased_on_forked_trees() -> None:
     mdp = known("M3")
     forest = Forest(mdp, fixed(mdp, Design((1,), (2,), True)))
     assert np.linalg.norm(exact(forest, forest.roots(), Rloo()).mean - mdp.gradient) > 0.01
+
+
+@pytest.mark.parametrize(("fault", "first", "second"), [
+    ("mass", -0.05, 0.25),
+    ("down", -0.025, 0.125),
+    ("uniform", -0.0375, 0.1875),
+])  # fmt: skip
+def test_faulty_estimators_where_the_outcome_decides_whether_to_fork(fault: Any, first: float, second: float) -> None:
+    """Derived by hand. Steps of reward c = 0.2 or 0.4, then A = 0 or B = -1, then x = 1 or 0; probabilities 1/2.
+
+    Two children at the last step after B, none after A. The first action of a state has score +-1/2, so its mean is
+    (a) A, weight 1, no fork: c + x and x; (b) B, one fork: c - 1 + m and m - 1, m the mean of two x.
+    mass: the gradient, 1/4 (0.2 - 0.4) and 1/4 (0.5 + 0.5). down: (b) gives 0 at both steps, also two steps ahead of
+    the fork. uniform: (b) weighs 1/2. The rewards before a segment are no part of its advantage here.
+    """
+    trans = [
+        [[[1.0, 0.2, 1]], [[1.0, 0.4, 1]]],
+        [[[1.0, 0.0, 2]], [[1.0, -1.0, 2]]],
+        [[[1.0, 1.0, -1]], [[1.0, 0.0, -1]]],
+    ]
+    mdp = Mdp.parse({"trans": trans, "pi": [[0.5, 0.5]] * 3, "block": [0, 1, 2], "s0": 0}, "late fork")
+    forest = Forest(mdp, poor_so_far(2, 2, 0.0))
+    mean = exact(forest, forest.roots(), Tree(gamma=1.0) if fault == "mass" else Faulty(fault)).mean
+    np.testing.assert_allclose(mean, [first, -first, second, -second, 0.25, -0.25], rtol=0, atol=1e-12)
 
 
 class Coins:

@@ -85,6 +85,12 @@ def test_invalid_choices_are_as_biased_as_stated(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_invalid_choices_with_forks_that_depend_on_the_outcome(tmp_path: Path) -> None:
+    section = {k: v for k, v in ORACLES["B_invalid"].items() if k.startswith("M1|state rule")}
+    assert_agrees(tmp_path, {"mdps": processes("M1"), "B_invalid": section}, 21)
+
+
+@pytest.mark.slow
 def test_the_whole_shipped_file() -> None:
     report = check()
     assert report.status == 0, str(report)

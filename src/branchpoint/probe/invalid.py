@@ -23,15 +23,14 @@ class Faulty:
     """The nearest fork's baseline with one thing changed.
 
     mass: nothing (the reference). leafw: values and weights by number of leaves. selfmean: the group mean contains the
-    member itself; selfmean_fixed: that times K / (K - 1). std: the segments at the
-    fork, leave-one-out, divided by the group's standard deviation.
-    down: what precedes the first fork uses the mean of that fork, however many steps ahead. uniform: every segment
-    weighs one over the leaves of its tree.
+    member itself; selfmean_fixed: that times K / (K - 1). std: the segments at the fork, leave-one-out, divided by the
+    group's standard deviation. down: what precedes the first fork uses the mean of that fork, however many steps ahead.
+    uniform: every segment weighs one over the leaves of its tree.
 
     A segment with no fork to compare with (none above; for ``down`` none below either) has the baseline 0 *for its
-    return-to-go*: its advantage is U_e, without the rewards before it. Those are harmless noise to the unbiased
-    estimator, but not to ``down`` and ``uniform``, which treat a segment by what follows it: where the forks depend on
-    its outcome, so would the rewards' factor, and the bias would be another.
+    return-to-go*: its advantage is U_e, without the rewards before it. Those would be mere noise to an estimator that
+    treats a segment by what came before. ``down`` and ``uniform`` treat it by what follows: where forks depend on its
+    outcome, the rewards before it would add a bias of their own.
     """
 
     fault: Fault
