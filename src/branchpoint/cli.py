@@ -48,14 +48,32 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; errors that a user can mend end in one line and status 1."""
-    arguments, rest = parser().parse_known_args(argv)
-    if any(r.startswith("-") for r in rest) or (rest and not hasattr(arguments, "overrides")):
+    a, rest = parser().parse_known_args(argv)
+    if any(r.startswith("-") for r in rest) or (rest and not hasattr(a, "overrides")):
         parser().error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # key=value behind an option
-        arguments.overrides += rest
+        a.overrides += rest
     sys.path.insert(0, os.getcwd())  # a user's module:attribute lies where the command is called
+    # Each command imports what it needs: the heavy packages take seconds.
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
     try:
-        return _run(arguments)
+        if a.command == "train":
+            from branchpoint.command.train import train
+
+            return train(a.config, a.overrides, a.resume, a.fresh, console)
+        if a.command == "eval":
+            from branchpoint.command.train import evaluate
+
+            return evaluate(a.run, a.overrides, console)
+        if a.command == "view":
+            from branchpoint.command.view import estimator, view
+
+            return view(a.place, a.tree, estimator(a.estimator), console)
+        from branchpoint.command.check import check
+
+        return check(a.what, a.name, console)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
@@ -65,28 +83,6 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"branchpoint: {' '.join(str(cause).split())}", file=sys.stderr)
         return 1
-
-
-def _run(a: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    console = Console(soft_wrap=True)
-    if a.command == "train":
-        from branchpoint.command.train import train
-
-        return train(a.config, a.overrides, a.resume, a.fresh, console)
-    if a.command == "eval":
-        from branchpoint.command.train import evaluate
-
-        return evaluate(a.run, a.overrides, console)
-    if a.command == "view":
-        from branchpoint.command.view import estimator, view
-
-        view(a.place, a.tree, estimator(a.estimator), console)
-        return 0
-    from branchpoint.command.check import check
-
-    return check(a.what, a.name, console)
 
 
 def _cause(error: BaseException) -> BaseException:

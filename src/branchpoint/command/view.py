@@ -50,9 +50,11 @@ def estimator(kind: str) -> object:
         raise StoreError(f"no estimator {kind!r}; try tree, rloo, grpo, dr_grpo, reinforce, bpo or none") from None
 
 
-def view(place: Path, number: int | None, credit_of: object, console: Console) -> None:
+def view(place: Path, number: int | None, credit_of: object, console: Console) -> int:
+    """Draw one tree of a run folder or a tree file; returns the exit status 0."""
     trees = list(read_trees(newest_trees(place)))
     draw(choose(trees, number), credit_of, console)
+    return 0
 
 
 def draw(tree: RolloutTree, estimator: object, console: Console) -> None:
