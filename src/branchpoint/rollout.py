@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from branchpoint.ledger import Ledger
 from branchpoint.noise import Arm, Noise
-from branchpoint.scheduler import Point, Scheduler, Watch
+from branchpoint.scheduler import Point, Scheduler, Start, Watch
 from branchpoint.session import Action, Policy, Session
 from branchpoint.tree import Branch, Fork, Ints, RolloutTree, Stop, Turn
 from branchpoint.world import (
@@ -106,7 +106,7 @@ class _Held:
     users: int = 1
 
 
-Start = Callable[[_Growing], Awaitable[tuple[Env, Step]]]
+Begin = Callable[[_Growing], Awaitable[tuple[Env, Step]]]
 
 
 class Grower:
@@ -182,7 +182,7 @@ class _Tree:
             with suppress(BranchFailure):
                 await self._ask("snapshot_seconds", "discard", held.snapshot.discard)
 
-    async def _branch(self, b: _Growing, context: Session, start: Start) -> None:
+    async def _branch(self, b: _Growing, context: Session, start: Begin) -> None:
         """Run a branch to its end. After an infrastructure failure it runs again with the same keys (so that a retry
         selects nothing), unless siblings live on its tokens. Owns ``context``, its tokens so far."""
         sampled = b.sampled
@@ -202,7 +202,7 @@ class _Tree:
         finally:
             context.close()
 
-    async def _attempt(self, b: _Growing, context: Session, start: Start) -> None:
+    async def _attempt(self, b: _Growing, context: Session, start: Begin) -> None:
         env, step = await start(b)
         session: Session | None = None
         try:
@@ -262,7 +262,7 @@ class _Tree:
             return scheduler.watch(noise)
         # Where the scheduler itself forks the single root at its first token, the siblings are forks, not roots.
         depth = b.depth + (scheduler.roots == 1 and b.depth == 0)
-        return scheduler.watch(noise, depth, b.sampled, b.point.turn, start_token=b.point.token)
+        return scheduler.watch(noise, Start(b.point.turn, b.point.token, b.sampled, depth))
 
     def _points(self, b: _Growing, turn: int, chosen: Iterable[Point]) -> list[Point]:
         """The forks to make at this turn; the root group is a fork like any other."""

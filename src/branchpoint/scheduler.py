@@ -29,9 +29,10 @@ from typing import Annotated, ClassVar, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from branchpoint.noise import Key, Noise
+from branchpoint.noise import Noise
 from branchpoint.tree import Branch, RolloutTree
 from branchpoint.watch import (
+    ROOT,
     Candidate,
     EntropyOf,
     Later,
@@ -61,15 +62,7 @@ class Flat(_Strategy):
 
     kind: Literal["flat"] = "flat"
 
-    def watch(
-        self,
-        noise: Noise,
-        depth: int = 0,
-        start_tokens: int = 0,
-        start_turn: int = 0,
-        key: Key = "",
-        start_token: int = 0,
-    ) -> Watch:
+    def watch(self, noise: Noise, start: Start = ROOT) -> Watch:
         """A watch that never forks."""
         return Never()
 
@@ -87,27 +80,17 @@ class _Forking(_Strategy):
             raise ValueError("start: a fork at the very first token *is* the root group; it needs roots = 1")
         return self
 
-    def watch(
-        self,
-        noise: Noise,
-        depth: int = 0,
-        start_tokens: int = 0,
-        start_turn: int = 0,
-        key: Key = "",
-        start_token: int = 0,
-    ) -> Watch:
-        """A watch on a branch that starts at (start_turn, start_token), after start_tokens sampled tokens of its path.
-
-        ``depth``: the number of forks between the roots (depth 0) and the branch. ``noise.private`` and ``key`` drive
-        the coins of this branch and nothing else.
-        """
-        if depth and not self.nested:
+    def watch(self, noise: Noise, start: Start = ROOT) -> Watch:
+        """A watch on a branch that starts there. ``noise.private`` drives the coins of this branch and nothing else."""
+        if start.depth and not self.nested:
             return Never()
-        start = Start(start_turn, start_token, start_tokens, self.start and depth == 0)
-        return self._open(start, depth > 0, noise.child("fork", key))
+        return self._open(start, noise.child("fork"))
 
-    def _open(self, start: Start, nested: bool, noise: Noise) -> Watch:
+    def _open(self, start: Start, noise: Noise) -> Watch:
         raise NotImplementedError
+
+    def _positions(self, start: Start, entropy: EntropyOf) -> Positions:
+        return Positions(start, self.boundary, entropy, self.start and start.depth == 0)
 
 
 Width = Annotated[int, Field(ge=1)]
@@ -147,11 +130,12 @@ class Fixed(_Forking):
             raise ValueError("at: a fork at 0 is the root group; raise roots instead (or roots = 1 with start)")
         return self
 
-    def _open(self, start: Start, nested: bool, noise: Noise) -> Watch:
+    def _open(self, start: Start, noise: Noise) -> Watch:
         targets = [round(a * self.expected) for a in self.at]
         widths = self.width if isinstance(self.width, tuple) else (self.width,) * len(targets)
         origin = start.turn if self.unit == "turn" else start.tokens
-        pending = [(t, w) for t, w in zip(targets, widths, strict=True) if t > origin or (start.open and t == origin)]
+        first = origin - (self.start and start.depth == 0)  # a target at the start itself is passed, or is its fork
+        pending = [(t, w) for t, w in zip(targets, widths, strict=True) if t > first]
 
         def rule(c: Candidate) -> Point | None:
             place = c.turn if self.unit == "turn" else c.tokens
@@ -159,7 +143,7 @@ class Fixed(_Forking):
             del pending[: len(passed)]
             return Point(c.turn, c.token, passed[0], 1.0) if passed else None
 
-        return Now(Positions(start, self.boundary, "first_token"), rule, len(targets), 0, nested)
+        return Now(self._positions(start, "first_token"), rule, len(targets), 0)
 
     def update(self, trees: Sequence[RolloutTree]) -> Self:
         """With the mean length of these trees' root rollouts as ``expected`` (unchanged when there is none)."""
@@ -201,7 +185,7 @@ class Threshold(_Counted):
             raise ValueError("threshold: give a number of nats, or a quantile to learn it from")
         return self
 
-    def _open(self, start: Start, nested: bool, noise: Noise) -> Watch:
+    def _open(self, start: Start, noise: Noise) -> Watch:
         least = self.threshold
         if least is None:
             return Never()
@@ -209,7 +193,7 @@ class Threshold(_Counted):
         def rule(c: Candidate) -> Point | None:
             return Point(c.turn, c.token, self.width, 1.0) if c.entropy > least else None
 
-        return Now(Positions(start, self.boundary, self.entropy), rule, self.max_forks, self.spacing, nested)
+        return Now(self._positions(start, self.entropy), rule, self.max_forks, self.spacing)
 
     def update(self, trees: Sequence[RolloutTree]) -> Self:
         """With the quantile of these trees' entropies as the threshold (unchanged when there are none)."""
@@ -235,12 +219,12 @@ class Random(_Counted):
     probability: float = Field(gt=0.0, le=1.0)
     spacing: int = Field(default=0, ge=0)
 
-    def _open(self, start: Start, nested: bool, noise: Noise) -> Watch:
+    def _open(self, start: Start, noise: Noise) -> Watch:
         def rule(c: Candidate) -> Point | None:
             heads = noise.private(c.turn, c.token).random() < self.probability
             return Point(c.turn, c.token, self.width, self.probability) if heads else None
 
-        return Now(Positions(start, self.boundary, "first_token"), rule, self.max_forks, self.spacing, nested)
+        return Now(self._positions(start, "first_token"), rule, self.max_forks, self.spacing)
 
 
 class EquallySpaced(_Counted):
@@ -253,7 +237,7 @@ class EquallySpaced(_Counted):
     every: int = Field(ge=1)
     unit: Unit = "turn"
 
-    def _open(self, start: Start, nested: bool, noise: Noise) -> Watch:
+    def _open(self, start: Start, noise: Noise) -> Watch:
         passed = (start.turn if self.unit == "turn" else start.tokens) // self.every
 
         def rule(c: Candidate) -> Point | None:
@@ -261,7 +245,7 @@ class EquallySpaced(_Counted):
             before, passed = passed, (c.turn if self.unit == "turn" else c.tokens) // self.every
             return Point(c.turn, c.token, self.width, 1.0) if passed > before else None
 
-        return Now(Positions(start, self.boundary, "first_token"), rule, self.max_forks, 0, nested)
+        return Now(self._positions(start, "first_token"), rule, self.max_forks, 0)
 
 
 class _LookAhead(_Counted):
@@ -277,12 +261,11 @@ class _LookAhead(_Counted):
             raise ValueError("entropy: with boundary = token every token has its own; leave it at first_token")
         return self
 
-    def _open(self, start: Start, nested: bool, noise: Noise) -> Watch:
+    def _open(self, start: Start, noise: Noise) -> Watch:
         def score(c: Candidate) -> float:
             return self._score(c, noise)
 
-        positions = Positions(start, self.boundary, self.entropy)
-        return Later(positions, score, self.max_forks, self.spacing, nested, self.width)
+        return Later(self._positions(start, self.entropy), score, self.max_forks, self.spacing, self.width)
 
     def _score(self, c: Candidate, noise: Noise) -> float:
         raise NotImplementedError

@@ -53,19 +53,23 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a watched branch starts. ``open``: whether its very first token is a candidate."""
+    """Where a watched branch starts: turn, token within the action, sampled tokens of the path before it, and forks
+    between the roots (depth 0) and the branch."""
 
-    turn: int
-    token: int
-    tokens: int
-    open: bool
+    turn: int = 0
+    token: int = 0
+    tokens: int = 0
+    depth: int = 0
+
+
+ROOT = Start()
 
 
 class Positions:
-    """Turns entropies into candidates, in path coordinates."""
+    """Turns entropies into candidates, in path coordinates. ``first``: the very first token is a candidate too."""
 
-    def __init__(self, start: Start, boundary: Unit, entropy: EntropyOf) -> None:
-        self.start = start
+    def __init__(self, start: Start, boundary: Unit, entropy: EntropyOf, first: bool) -> None:
+        self.start, self.first = start, first
         self.boundary: Unit = boundary
         self.entropy: EntropyOf = entropy
         self.seen = start.tokens
@@ -78,7 +82,7 @@ class Positions:
         else:
             found = [Candidate(turn, 0, before, turn_entropy(entropies, self.entropy))] if len(entropies) else []
         origin = (self.start.turn, self.start.token)
-        return [c for c in found if (c.turn, c.token) > origin or (self.start.open and (c.turn, c.token) == origin)]
+        return [c for c in found if (c.turn, c.token) > origin or (self.first and (c.turn, c.token) == origin)]
 
 
 def turn_entropy(entropies: Floats, of: EntropyOf) -> float:
@@ -104,10 +108,10 @@ class Now(Never):
     """Decides at each candidate, in order: ``rule`` gives the point to fork at, or None."""
 
     def __init__(
-        self, positions: Positions, rule: Callable[[Candidate], Point | None], most: int, spacing: int, nested: bool
+        self, positions: Positions, rule: Callable[[Candidate], Point | None], most: int, spacing: int
     ) -> None:
         self.positions, self.rule, self.left, self.spacing = positions, rule, most, spacing
-        self.last = positions.start.tokens if nested else -spacing
+        self.last = positions.start.tokens if positions.start.depth else -spacing
 
     def see(self, turn: int, entropies: Floats) -> tuple[Point, ...]:
         made: list[Point] = []
@@ -132,11 +136,10 @@ class Later(Never):
         score: Callable[[Candidate], float],
         most: int,
         spacing: int,
-        nested: bool,
         width: int,
     ) -> None:
         self.positions, self.score, self.most, self.spacing, self.width = positions, score, most, spacing, width
-        self.least = positions.start.tokens + spacing if nested else 0
+        self.least = positions.start.tokens + spacing if positions.start.depth else 0
         self.kept: list[tuple[float, Candidate]] = []
 
     def see(self, turn: int, entropies: Floats) -> tuple[Point, ...]:

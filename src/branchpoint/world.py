@@ -8,9 +8,9 @@ Python object with ``reset`` and ``step``) into one that can be snapshotted.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from branchpoint.noise import Noise
 
@@ -127,8 +127,10 @@ class World(Protocol):
 Make = Callable[[Task], World]
 """Builds a fresh ``World`` for a task. Importable by name where a worker process has to find it."""
 
+Transcript = tuple[Task, Sequence[tuple[Step, str]]]
+"""A task, and in order what the world showed and the action that an expert answered with."""
 
-@runtime_checkable
+
 class Env(Protocol):
     """A live environment with one owner. Methods may be plain or ``async``; :func:`settle` accepts both."""
 
@@ -140,7 +142,6 @@ class Env(Protocol):
     def close(self) -> Awaitable[None] | None: ...
 
 
-@runtime_checkable
 class Snapshot(Protocol):
     """A frozen state. ``restore`` gives an independent live environment whose luck is ``noise``.
 

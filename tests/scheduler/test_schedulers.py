@@ -22,7 +22,7 @@ from branchpoint.scheduler import (
     Uniform,
 )
 from branchpoint.tree import Branch, Floats, Fork, RolloutTree, Turn
-from branchpoint.watch import Point
+from branchpoint.watch import Point, Start
 from branchpoint.world import Failure, Task
 
 ADAPTER: TypeAdapter[Scheduler] = TypeAdapter(Scheduler)
@@ -37,10 +37,10 @@ def turns(*values: list[float]) -> Episode:
     return [np.array(v, np.float32) for v in values]
 
 
-def play(scheduler: Any, own: Episode, noise: Noise | None = None, **start: Any) -> tuple[list[Point], list[Point]]:
+def play(scheduler: Any, own: Episode, noise: Noise | None = None, **start: int) -> tuple[list[Point], list[Point]]:
     """The points made on the way and those made at the end."""
-    watch = scheduler.watch(noise or Noise(1, 2), **start)
-    first = start.get("start_turn", 0)
+    watch = scheduler.watch(noise or Noise(1, 2), Start(**start))
+    first = start.get("turn", 0)
     now = [p for i, h in enumerate(own) for p in watch.see(first + i, h)]
     return now, list(watch.finish())
 
@@ -153,7 +153,7 @@ def test_fixed_times_in_turns_and_tokens() -> None:
 def test_a_sibling_goes_on_from_its_fork() -> None:
     """Path coordinates: what the parent passed is not forked again; a mid-action start keeps its token numbers."""
     rest = turns([0.0] * 3, [0.0] * 5, [0.0] * 5)  # the parent's turn 1 from token 2 on, then turns 2 and 3
-    start = {"depth": 1, "start_turn": 1, "start_token": 2, "start_tokens": 7}
+    start = {"depth": 1, "turn": 1, "token": 2, "tokens": 7}
     at = Fixed(at=(0.35, 0.45, 0.7), width=(2, 3, 4), unit="token", expected=20, boundary="token")  # 7, 9, 14
     assert [p[:3] for p in play(at, rest, **start)[0]] == [(1, 4, 3), (2, 4, 4)]
     turn_wise = Fixed(at=(0.25, 0.5, 0.75), expected=4)
@@ -175,7 +175,7 @@ def test_a_sibling_goes_on_from_its_fork() -> None:
 def test_siblings_do_not_fork_unless_told(scheduler: Any) -> None:
     own = turns(*[[0.5]] * 12)
     assert sum(map(len, play(scheduler, own))) > 0
-    assert play(scheduler, own, depth=1, start_turn=1, start_tokens=1) == ([], [])
+    assert play(scheduler, own, depth=1, turn=1, tokens=1) == ([], [])
 
 
 def test_the_first_token_is_a_candidate_only_when_told() -> None:
@@ -201,7 +201,7 @@ def test_coins_are_keyed_and_fair() -> None:
     a = play(scheduler, own, Noise(1, 5))[0]
     assert a == play(scheduler, own, Noise(9, 5))[0]  # the world's luck plays no part
     assert a != play(scheduler, own, Noise(1, 6))[0]
-    assert a != play(scheduler, own, Noise(1, 5), key="other")[0]
+    assert a != play(scheduler, own, Noise(1, 5).child("other"))[0]
     assert abs(len(a) - 500) < 5 * np.sqrt(2000 * 0.25 * 0.75)
     assert {p.propensity for p in a} == {0.25}
 

@@ -17,11 +17,11 @@ from branchpoint.learner import Learner
 from branchpoint.ledger import Ledger
 from branchpoint.policy import chat, models, small
 from branchpoint.policy.hf import HFPolicy
-from branchpoint.policy.imitate import Transcript, imitate, texts, to_rows
+from branchpoint.policy.imitate import imitate, texts, to_rows
 from branchpoint.sandbox.forkserver import ForkServer
 from branchpoint.store import RunFolder, StoreError, replace, write_json, write_text
 from branchpoint.train import Course, Run
-from branchpoint.world import Sandbox, Task
+from branchpoint.world import Sandbox, Transcript
 
 Say = Callable[[str], None]
 Report = Callable[[Mapping[str, float]], None]
@@ -111,25 +111,11 @@ def _played(spec: EnvSpec, course: Course) -> Iterator[Transcript]:
     dials: dict[str, Any] = {**spec.options, **spec.train, "n": None}
     for task in (*course.train, *(t for t in envs.tasks(spec.name, **dials) if t.id not in known)):
         try:
-            turns, won = play_expert(task)
+            turns, last = envs.play(envs.make(task.root)(task), envs.expert(task))
         except ValueError as e:
             raise ConfigError(f"envs ({spec.name}): no expert to learn from ({e}); start from another model") from e
-        if won:
+        if last.info.get("success", last.reward > 0):
             yield task, turns
-
-
-def play_expert(task: Task, limit: int = 200) -> tuple[list[tuple[Any, str]], bool]:
-    """One episode of the environment's scripted agent: the (step, action) pairs, and whether it succeeded."""
-    world, agent = envs.make(task.root)(task), envs.expert(task)
-    try:
-        step, turns = world.reset(), []
-        while not (step.done or step.truncated) and len(turns) < limit:
-            action = agent.act(step)
-            turns.append((step, action))
-            step = world.step(action)
-        return turns, bool(step.info.get("success", step.reward > 0))
-    finally:
-        world.close()
 
 
 def run(config: RunConfig, lessons: tuple[Course, ...], folder: RunFolder, say: Say, report: Report) -> Run:

@@ -21,7 +21,10 @@ def check(what: str, name: str | None, console: Console) -> int:
         return _oracles(name, console)
     if name is None:
         raise ConfigError(f"check {what}: name a built-in or module:attribute")
-    report = {"env": _env, "sandbox": _sandbox, "policy": _policy}[what](name)
+    try:
+        report = {"env": _env, "sandbox": _sandbox, "policy": _policy}[what](name)
+    except ValueError as e:
+        raise ConfigError(f"check {what}: {e}") from e
     console.print(str(report), highlight=False, markup=False)
     return 0 if report.ok else 1
 
@@ -41,12 +44,9 @@ def _env(name: str) -> Any:
     """An environment by registered name, or ``module:make`` with tasks from ``module.tasks`` if there are any."""
     from branchpoint.testing import check_env
 
-    try:
-        make = envs.make(name)
-        if ":" not in name:
-            return check_env(make, envs.tasks(name, n=1)[0])
-    except ValueError as e:
-        raise ConfigError(f"check env: {e}") from e
+    make = envs.make(name)
+    if ":" not in name:
+        return check_env(make, envs.tasks(name, n=1)[0])
     tasks = getattr(import_module(name.split(":")[0]), "tasks", None)
     return check_env(make, tasks("train", n=1)[0] if tasks else Task("check", name))
 
@@ -58,7 +58,7 @@ def _sandbox(name: str) -> Any:
     from branchpoint.testing import check_sandbox
 
     builtin: dict[str, Callable[[], Any]] = {"process": ForkServer, "state": InProcess, "replay": Replay}
-    factory = builtin.get(name) or (_attribute(name) if ":" in name else None)
+    factory: Any = builtin.get(name) or (envs.make(name) if ":" in name else None)
     if factory is None:
         raise ConfigError(f"check sandbox: no {name!r}; known: {', '.join(builtin)}, or module:attribute")
     return asyncio.run(check_sandbox(factory))
@@ -71,7 +71,7 @@ def _policy(name: str) -> Any:
     if name == "fake":
         return asyncio.run(check_policy(FakePolicy()))
     if ":" in name:
-        found = _attribute(name)
+        found: Any = envs.make(name)
         policy: Any = found() if callable(found) and not hasattr(found, "open") else found
         return asyncio.run(check_policy(policy))
     return asyncio.run(_model(name, check_policy))
@@ -93,13 +93,3 @@ async def _model(name: str, check_policy: Callable[..., Any]) -> Any:
         return await check_policy(policy)
     finally:
         await settle(policy.close())
-
-
-def _attribute(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except ModuleNotFoundError as e:
-        raise ConfigError(f"{name}: no module {e.name!r} here; run the command where it can be imported") from e
-    except AttributeError:
-        raise ConfigError(f"{name}: module {module!r} has no {attribute!r}") from None

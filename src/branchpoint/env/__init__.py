@@ -6,15 +6,12 @@ An environment module holds ``make(task) -> World``, ``tasks(split, n=None, seed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
-from branchpoint.world import Make, Step, Task
-
-Transcript = tuple[Task, Sequence[tuple[Step, str]]]
-"""A task, and in order what the world showed and the action that the expert answered with."""
+from branchpoint.world import Make, Step, Task, Transcript, World
 
 _PRELOAD = {"alfworld": ("branchpoint.env.alfworld_warm",)}
 _MODULES = {"backoffice": "branchpoint.env.backoffice", "alfworld": "branchpoint.env.alfworld"}
@@ -59,6 +56,19 @@ def tasks(name: str, split: str = "train", n: int | None = None, seed: int = 0, 
 def expert(task: Task) -> Agent:
     """The environment's own scripted agent for a task."""
     return _attribute(task.root, "expert")(task)
+
+
+def play(world: World, agent: Agent, limit: int = 200) -> tuple[list[tuple[Step, str]], Step]:
+    """One episode of ``limit`` actions at most: each step shown with the action it was answered with, and the last
+    step. The world is closed in any case."""
+    try:
+        step, turns = world.reset(), []
+        while not (step.done or step.truncated) and len(turns) < limit:
+            turns.append((step, agent.act(step)))
+            step = world.step(turns[-1][1])
+        return turns, step
+    finally:
+        world.close()
 
 
 def transcripts(name: str, **dials: Any) -> Iterable[Transcript] | None:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from branchpoint import env as envs
 from branchpoint.env import _alfworld_data as data
 from branchpoint.env import _alfworld_engine as engine
 from branchpoint.env import _alfworld_text as text
@@ -195,17 +196,8 @@ class Episode(NamedTuple):
 
 def play(task: Task, teacher: Expert) -> Episode:
     """One episode of a teacher."""
-    world = make(task)
-    turns: list[tuple[Step, str]] = []
-    try:
-        step = world.reset()
-        while not (step.done or step.truncated):
-            action = teacher.act(step)
-            turns.append((step, action))
-            step = world.step(action)
-    finally:
-        world.close()
-    return Episode(task, tuple(turns), step.done)
+    turns, last = envs.play(make(task), teacher, Dials.of(task).max_steps)
+    return Episode(task, tuple(turns), last.done)
 
 
 def record(

@@ -22,13 +22,10 @@ from branchpoint.noise import Noise
 from branchpoint.policy.chat import Codec
 from branchpoint.policy.restrict import Actions
 from branchpoint.tree import Ints
-from branchpoint.world import Step, Task
+from branchpoint.world import Step, Task, Transcript
 
 if TYPE_CHECKING:
     from branchpoint.config import WarmStart
-
-Transcript = tuple[Task, Sequence[tuple[Step, str]]]
-"""A task, and in order what the world showed and the action that the expert answered with."""
 
 Report = Callable[[Mapping[str, float]], None]
 

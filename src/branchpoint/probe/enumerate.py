@@ -20,6 +20,7 @@ import numpy as np
 
 from branchpoint.noise import Noise
 from branchpoint.probe.tabular import Mdp, Outcome
+from branchpoint.scheduler import Start
 from branchpoint.tree import Array, Branch, Credit, Fork, RolloutTree, Segments, Turn
 from branchpoint.world import Task
 
@@ -52,7 +53,7 @@ def scheduled(scheduler: Any, mdp: Mdp, turn_tokens: int = 1, noise: Noise | Non
 
     def rule(own: tuple[Outcome, ...], at: Place) -> dict[int, int]:
         turn, token = divmod(at.step, turn_tokens)
-        watch = scheduler.watch(noise or Noise(), at.depth, at.step, turn, start_token=token)
+        watch = scheduler.watch(noise or Noise(), Start(turn, token, at.step, at.depth))
         steps = list(own)
         points = []
         while steps:
