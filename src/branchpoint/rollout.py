@@ -44,6 +44,7 @@ class Limits(BaseModel):
     turns: int = Field(default=30, ge=1)
     action_tokens: int = Field(default=64, ge=1)
     context_tokens: int = Field(default=2048, ge=8)
+    act_seconds: float = Field(default=600.0, gt=0)
     step_seconds: float = Field(default=60.0, gt=0)
     start_seconds: float = Field(default=180.0, gt=0)
     retries: int = Field(default=2, ge=0)
@@ -282,8 +283,13 @@ class _Tree:
                 f"(limits.context_tokens = {self.limits.context_tokens})"
             )
         noise = b.noise.child("turn", b.turn)
-        with self.ledger.clock("generation_seconds"):
-            action = await session.act(observation, step, noise, len(shared) + room, shared if len(shared) else None)
+        prefix = shared if len(shared) else None
+        try:
+            with self.ledger.clock("generation_seconds"):
+                async with asyncio.timeout(self.limits.act_seconds):
+                    action = await session.act(observation, step, noise, len(shared) + room, prefix)
+        except TimeoutError as e:
+            raise PolicyFailure(f"an action took over {self.limits.act_seconds:g} s (limits.act_seconds)") from e
         self.ledger.prompt_tokens += len(observation)
         self.ledger.generated_tokens += len(action.tokens)
         return action

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from branchpoint import env as envs
-from branchpoint.config import ConfigError, EnvSpec, RunConfig, Sampling
+from branchpoint.config import Chat, ConfigError, EnvSpec, RunConfig, Sampling
 from branchpoint.learner import Learner
 from branchpoint.ledger import Ledger
 from branchpoint.policy import chat, models, small
 from branchpoint.policy.hf import HFPolicy
 from branchpoint.policy.imitate import imitate, texts, to_rows
 from branchpoint.sandbox.forkserver import ForkServer
+from branchpoint.sandbox.inprocess import InProcess
+from branchpoint.sandbox.replay import Replay
 from branchpoint.store import RunFolder, StoreError, replace, write_json, write_text
 from branchpoint.train import Course, Run
 from branchpoint.world import Sandbox, Transcript
@@ -64,14 +66,16 @@ def words(
     spec = config.model
     if done:
         model, tokenizer = models.load(folder.checkpoint(done[-1]), spec.dtype, device=spec.device)
-        return Words(model, tokenizer, codec_of(tokenizer))
+        return Words(model, tokenizer, codec_of(tokenizer, spec.chat))
     shown = list(transcripts(config, lessons)) if spec.warm_start or spec.name == "small" else []
     if spec.name == "small":
         tokenizer = small.train_tokenizer(texts(shown))
         model = small.build(tokenizer, _sizes(spec.size), config.seed).to(spec.device, getattr(torch, spec.dtype))
     else:
-        model, tokenizer = models.load(spec.name, spec.dtype, spec.lora, device=spec.device, seed=config.seed)
-    codec = codec_of(tokenizer)
+        model, tokenizer = models.load(
+            spec.name, spec.dtype, spec.lora, device=spec.device, revision=spec.revision, seed=config.seed
+        )
+    codec = codec_of(tokenizer, spec.chat)
     if spec.warm_start:
         rows = to_rows(codec, shown, restrict=spec.warm_start.restrict)
         say(f"warm start: {len(rows)} expert episodes, {sum(map(len, rows)):,} tokens, {spec.warm_start.epochs} epochs")
@@ -87,9 +91,11 @@ def _sizes(given: dict[str, int]) -> small.Sizes:
         raise ConfigError(f"model.size: {e}; known: {', '.join(small.Sizes.__dataclass_fields__)}") from None
 
 
-def codec_of(tokenizer: Any) -> Any:
+def codec_of(tokenizer: Any, settings: Chat) -> Any:
     """The plain format for the small model's tokenizer, the chat template for any other."""
-    return chat.PlainCodec(tokenizer) if chat.ACT in tokenizer.get_added_vocab() else chat.ChatCodec(tokenizer)
+    if chat.ACT in tokenizer.get_added_vocab():
+        return chat.PlainCodec(tokenizer)
+    return chat.ChatCodec(tokenizer, **settings.model_dump())
 
 
 def transcripts(config: RunConfig, lessons: tuple[Course, ...]) -> Iterator[Transcript]:
@@ -158,15 +164,16 @@ def run(config: RunConfig, lessons: tuple[Course, ...], folder: RunFolder, say: 
 
 def sandbox(config: RunConfig) -> Sandbox:
     """The sandbox that the config names."""
-    if config.sandbox == "process":
-        preload = tuple(module for spec in config.envs for module in envs.preload(spec.name))
+    chosen, limits = config.sandbox, config.limits
+    if chosen.kind == "process":
         return ForkServer(
-            preload=preload, step_timeout_s=config.limits.step_seconds, start_timeout_s=config.limits.start_seconds
+            preload=tuple(module for spec in config.envs for module in envs.preload(spec.name)),
+            step_timeout_s=limits.step_seconds,
+            start_timeout_s=limits.start_seconds,
+            memory_bytes=None if chosen.memory_mb is None else chosen.memory_mb << 20,
+            huge_pages=chosen.huge_pages,
         )
-    from branchpoint.sandbox.inprocess import InProcess
-    from branchpoint.sandbox.replay import Replay
-
-    return InProcess() if config.sandbox == "state" else Replay()
+    return InProcess() if chosen.kind == "state" else Replay()
 
 
 def _reference(config: RunConfig, folder: RunFolder, parts: Words) -> Any:

@@ -79,7 +79,7 @@ def _policy(name: str) -> Any:
 
 async def _model(name: str, check_policy: Callable[..., Any]) -> Any:
     from branchpoint.command.build import codec_of
-    from branchpoint.config import Sampling
+    from branchpoint.config import Chat, Sampling
     from branchpoint.policy import models, small
     from branchpoint.policy.hf import HFPolicy
 
@@ -88,7 +88,7 @@ async def _model(name: str, check_policy: Callable[..., Any]) -> Any:
         model = small.build(tokenizer)
     else:
         model, tokenizer = models.load(name)
-    policy = HFPolicy(model, codec_of(tokenizer), Sampling())
+    policy = HFPolicy(model, codec_of(tokenizer, Chat()), Sampling())
     try:
         return await check_policy(policy)
     finally:
