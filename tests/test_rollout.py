@@ -16,7 +16,7 @@ from branchpoint.rollout import Grower, Limits
 from branchpoint.sandbox.inprocess import InProcess
 from branchpoint.scheduler import Fixed, Flat, Threshold, TopEntropy
 from branchpoint.store import dump_tree
-from branchpoint.testing.fakes import CoinWorld, CounterWorld, FakePolicy
+from branchpoint.testing.fakes import CoinWorld, CounterWorld, FakePolicy, FakeSession
 from branchpoint.tree import RolloutTree, Segments
 from branchpoint.world import GraderFailure, SandboxFailure, SnapshotUnsupported, Step, Task, UserError
 
@@ -407,6 +407,86 @@ class _Dying(_Refusing):
 
     def snapshot(self) -> Any:
         return self.inner.snapshot()
+
+
+def test_a_root_that_cannot_be_frozen_at_once_is_retried_with_its_group() -> None:
+    class Full(InProcess):
+        count = 0
+
+        def open(self, make: Any, task: Task, noise: Noise) -> Any:
+            self.count += 1
+            return _Full(super().open(make, task, noise)) if self.count == 1 else super().open(make, task, noise)
+
+    again, ledger = grow(Flat(roots=3), sandbox=Full(), seed=9)
+    assert ledger.retried_branches == 1
+    assert dump_tree(again) == dump_tree(grow(Flat(roots=3), seed=9)[0])
+
+
+class _Full(_Refusing):
+    def snapshot(self) -> Any:
+        raise SandboxFailure("no memory for a copy")
+
+
+class _Tracked(FakePolicy):
+    """Actions that take a while once they have begun; counts how many are at work at once."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.acting, self.most = 0, 0
+
+    def open(self) -> Any:
+        return _TrackedSession(self, [])
+
+
+class _Endless:
+    def __init__(self, task: Task) -> None: ...
+
+    def reset(self) -> Step:
+        return self.step("")
+
+    def step(self, action: str) -> Step:
+        return Step("count", actions=("up", "down"))
+
+    def close(self) -> None: ...
+
+
+class _TrackedSession(FakeSession):
+    async def act(self, *given: Any) -> Any:
+        self.policy.acting += 1
+        self.policy.most = max(self.policy.most, self.policy.acting)
+        action = await super().act(*given)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        self.policy.acting -= 1
+        return action
+
+    def fork(self, length: int) -> Any:
+        return _TrackedSession(self.policy, self.tokens[:length])
+
+
+def test_siblings_of_a_whole_action_sample_beside_it() -> None:
+    """The root group, and a fork that is decided before its turn, cost no turn of waiting."""
+    for scheduler, width in ((Flat(roots=5), 5), (Fixed(roots=1, width=6, at=(0.5,), expected=4), 6)):
+        policy = _Tracked(restrict=True, seed=1)
+        grower = Grower(policy, InProcess(), scheduler, Limits(turns=3), "independent", Ledger())
+        asyncio.run(grower.grow(_Endless, TASK, Noise(4, 4)))
+        assert policy.most == width
+
+
+def test_an_action_that_takes_too_long_fails_its_branch() -> None:
+    class Hangs(FakePolicy):
+        def open(self) -> Any:
+            return _Hanging(self, [])
+
+    grower = Grower(Hangs(), InProcess(), Flat(roots=2), Limits(act_seconds=0.05), "independent", Ledger())
+    tree = asyncio.run(grower.grow(CounterWorld, TASK, Noise(1)))
+    assert {b.failure.kind for b in tree.branches if b.failure} == {"policy"}
+    assert all(b.failure and "limits.act_seconds" in b.failure.message for b in tree.branches)
+
+
+class _Hanging(FakeSession):
+    async def act(self, *given: Any) -> Any:
+        await asyncio.sleep(3600)
 
 
 def test_a_single_root_forked_at_its_first_token_is_a_group_of_forks() -> None:

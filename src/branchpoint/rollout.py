@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from branchpoint.ledger import Ledger
 from branchpoint.noise import Arm, Noise
 from branchpoint.scheduler import Point, Scheduler, Start, Watch
-from branchpoint.session import Action, Policy, Session
+from branchpoint.session import Action, Begun, Policy, Session
 from branchpoint.tree import Branch, Fork, Ints, RolloutTree, Stop, Turn
 from branchpoint.world import (
     BranchFailure,
@@ -97,14 +97,15 @@ class _Growing:
 class _Held:
     """What a turn needs to be forked: its world before the action, what was shown, and where its action starts (in the
     context, and in sampled tokens of the path). Freed by its last user: the branch itself while the turn is a
-    candidate, then every sibling."""
+    candidate, then every sibling. ``failure``: why the world could not be frozen."""
 
-    snapshot: Snapshot | None
     step: Step
     start: int
     sampled: int
-    action: Ints  # whole, shared prefix included
+    snapshot: Snapshot | None = None
+    action: Ints = field(default_factory=lambda: np.zeros(0, np.int32))  # so far; shared prefix included
     users: int = 1
+    failure: BranchFailure | None = None
 
 
 Begin = Callable[[_Growing], Awaitable[tuple[Env, Step]]]
@@ -223,16 +224,8 @@ class _Tree:
         observation = np.zeros(0, np.int32) if b.point is not None else self.policy.observe(self.task, step, True)
         try:
             while True:
-                turn, shared = b.turn, b.shared if not b.turns else np.zeros(0, np.int32)
-                action = await self._act(b, session, observation, step, shared)
-                points = self._points(b, turn, watch.see(turn, action.entropies))
-                if points or turn in watch.keeps():
-                    whole = np.concatenate([shared, action.tokens]).astype(np.int32)
-                    snapshot = await self._freeze(env)
-                    b.frozen |= {turn} if snapshot else set()
-                    held = _Held(snapshot, step, session.length - len(whole), b.sampled - len(shared), whole)
-                    candidates[turn] = held
-                    self._fork(b, held, session, points)
+                turn = b.turn
+                action, candidates[turn] = await self._choose(b, env, session, watch, observation, step)
                 name = f"{'.'.join(map(str, b.key)) or 'root'}@{turn}" if turn in b.frozen else None
                 b.sampled += len(action.tokens)
                 shown = step
@@ -265,15 +258,52 @@ class _Tree:
         depth = b.depth + (scheduler.roots == 1 and b.depth == 0)
         return scheduler.watch(noise, Start(b.point.turn, b.point.token, b.sampled, depth))
 
-    def _points(self, b: _Growing, turn: int, chosen: Iterable[Point]) -> list[Point]:
-        """The forks to make at this turn; the root group is a fork like any other."""
-        points = list(chosen)
-        if turn == 0 and b.parent is None and self.grower.scheduler.roots > 1 and not b.rooted:
-            b.rooted = True
-            points.insert(0, Point(0, 0, self.grower.scheduler.roots, 1.0))
-        return points
+    async def _choose(
+        self, b: _Growing, env: Env, session: Session, watch: Watch, observation: Ints, step: Step
+    ) -> tuple[Action, _Held]:
+        """Sample an action, and fork the turn where the scheduler says so; siblings of the whole action leave while the
+        branch itself still samples it."""
+        turn, shared = b.turn, b.shared if not b.turns else np.zeros(0, np.int32)
+        held = _Held(step, session.length + len(observation) - len(shared), b.sampled - len(shared))
+        leaving: list[asyncio.Task[None]] = []
 
-    async def _act(self, b: _Growing, session: Session, observation: Ints, step: Step, shared: Ints) -> Action:
+        def begun(entropy: float) -> None:
+            recorded = float(np.float32(entropy))  # as the tree keeps it
+            points = [*self._root_group(b), *watch.meet(turn, recorded)]
+            if points:
+                leaving.append(self.tasks.create_task(self._leave(b, env, session, held, points)))
+
+        try:
+            try:
+                action = await self._act(b, session, observation, step, shared, None if len(shared) else begun)
+            finally:
+                for task in leaving:
+                    await task
+            points = watch.see(turn, action.entropies)
+            if (points or turn in watch.keeps()) and not leaving:
+                await self._freeze(b, env, held)
+            if held.failure is not None:
+                raise held.failure
+        except BaseException:
+            await self._release(held)
+            raise
+        held.action = np.concatenate([shared, action.tokens]).astype(np.int32)
+        self._fork(b, held, session, points)
+        return action, held
+
+    def _root_group(self, b: _Growing) -> Iterator[Point]:
+        """The root group is a fork like any other, made once."""
+        if b.parent is None and not b.rooted and self.grower.scheduler.roots > 1:
+            yield Point(0, 0, self.grower.scheduler.roots, 1.0)
+
+    async def _leave(self, b: _Growing, env: Env, session: Session, held: _Held, points: list[Point]) -> None:
+        await self._freeze(b, env, held)
+        if held.failure is None:
+            self._fork(b, held, session, points)
+
+    async def _act(
+        self, b: _Growing, session: Session, observation: Ints, step: Step, shared: Ints, begun: Begun | None
+    ) -> Action:
         """Show the observation and sample an action."""
         room = self.limits.context_tokens - session.length - len(observation)
         room = min(room, self.limits.action_tokens - len(shared))
@@ -287,28 +317,31 @@ class _Tree:
         try:
             with self.ledger.clock("generation_seconds"):
                 async with asyncio.timeout(self.limits.act_seconds):
-                    action = await session.act(observation, step, noise, len(shared) + room, prefix)
+                    action = await session.act(observation, step, noise, len(shared) + room, prefix, begun)
         except TimeoutError as e:
             raise PolicyFailure(f"an action took over {self.limits.act_seconds:g} s (limits.act_seconds)") from e
         self.ledger.prompt_tokens += len(observation)
         self.ledger.generated_tokens += len(action.tokens)
         return action
 
-    async def _freeze(self, env: Env) -> Snapshot | None:
-        """A snapshot, or None where none can be taken: the root group is then reset afresh, other forks are not made.
+    async def _freeze(self, b: _Growing, env: Env, held: _Held) -> None:
+        """Take the snapshot. Where none can be taken the root group is reset afresh, and other forks are not made.
 
         Whether one can be taken depends on the history alone, so leaving a fork out selects nothing.
         """
         if not env.supports_snapshot:
             if self.grower.scheduler.kind != "flat":
                 raise UserError("this environment cannot be snapshotted: use sandbox 'process', or scheduler 'flat'")
-            return None
+            return
         try:
-            snapshot = await self._ask("snapshot_seconds", "snapshot", env.snapshot)
+            held.snapshot = await self._ask("snapshot_seconds", "snapshot", env.snapshot)
         except SnapshotUnsupported:
-            return None
+            return
+        except BranchFailure as failure:
+            held.failure = failure
+            return
+        b.frozen.add(b.turn)
         self.ledger.snapshots += 1
-        return snapshot
 
     def _fork(self, b: _Growing, held: _Held, session: Session, points: Iterable[Point]) -> None:
         """Start the fresh siblings of each point; they own a share of ``held`` and a context of their own."""
@@ -316,6 +349,7 @@ class _Tree:
             if held.snapshot is None and (p.turn, p.token) != (0, 0):
                 self.ledger.forks_refused += 1
                 continue
+            b.rooted |= (p.turn, p.token) == (0, 0)
             for i in range(p.width - 1):
                 key = (*b.key, p.turn, p.token, i)
                 noise = self.noise.branch(self.grower.arm, *key)

@@ -1,6 +1,7 @@
 """Where to fork. A scheduler is its own configuration; it hands out one :class:`Watch` for each growing branch.
 
-The grower shows a watch every action right after it was sampled and *before it is played*, so that a snapshot can still
+The grower shows a watch the entropy of a turn's first token before it is sampled, so that siblings of the whole action
+can leave at once, and every action right after it was sampled and *before it is played*, so that a snapshot can still
 be taken. A **predictable** scheduler answers at once, from the entropies up to and including the token in question (an
 entropy is known before its token is sampled) and from keyed coins that nothing else uses; its forks carry the
 probability with which they were chosen. A **look-ahead** scheduler ranks all positions of the finished branch; it

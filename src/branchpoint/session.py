@@ -7,6 +7,7 @@ encoded again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,9 @@ class Action:
     allowed: Allowed | None = None
 
 
+Begun = Callable[[float], None]
+
+
 class Session(Protocol):
     """One growing context: observation, action, observation, ... One owner; ``length`` counts its tokens."""
 
@@ -38,7 +42,13 @@ class Session(Protocol):
     def length(self) -> int: ...
 
     async def act(
-        self, observation: Ints, step: Step, noise: Noise, max_tokens: int, prefix: Ints | None = None
+        self,
+        observation: Ints,
+        step: Step,
+        noise: Noise,
+        max_tokens: int,
+        prefix: Ints | None = None,
+        begun: Begun | None = None,
     ) -> Action:
         """Append ``observation``, then sample an action and append it.
 
@@ -47,6 +57,9 @@ class Session(Protocol):
         ``noise.private()`` drives the sampling, so equal keys give equal tokens whatever else is in the batch.
         ``prefix``: the action tokens already in the context, when the session was forked in the middle of an action;
         they count for the restriction, the text and ``max_tokens``.
+        ``begun`` is called once, with the entropy (nats) of the first new token, when the observation has been read
+        and, if the engine can, before that token is sampled: from then on the session can be forked where the action
+        starts.
         Raises PolicyFailure when the engine fails or the context is full before the first token.
         """
         ...

@@ -27,10 +27,15 @@ class Point(NamedTuple):
 
 
 class Watch(Protocol):
-    """The eyes of a scheduler on one branch. One owner; calls in the order of the episode."""
+    """The eyes of a scheduler on one branch. One owner; calls in the order of the episode, at each turn ``meet`` (if it
+    is the branch's own from its first token on) and then ``see``."""
+
+    def meet(self, turn: int, entropy: float) -> tuple[Point, ...]:
+        """The forks to make before the first token of a turn, whose entropy (nats) is known before it is sampled."""
+        ...
 
     def see(self, turn: int, entropies: Floats) -> tuple[Point, ...]:
-        """Take in the branch's own sampled tokens of a turn (entropies [a], nats). The forks to make now, in order."""
+        """Take in the branch's own sampled tokens of a turn (entropies [a], nats). The other forks of it, in order."""
         ...
 
     def keeps(self) -> frozenset[int]:
@@ -74,13 +79,21 @@ class Positions:
         self.entropy: EntropyOf = entropy
         self.seen = start.tokens
 
+    def ahead(self, turn: int, entropy: float) -> list[Candidate]:
+        """The first token of a turn as a candidate, before it is sampled."""
+        return self._after_start([Candidate(turn, 0, self.seen, entropy)])
+
     def of(self, turn: int, entropies: Floats) -> list[Candidate]:
+        """All candidates of a turn."""
         first = self.start.token if turn == self.start.turn else 0
         before, self.seen = self.seen, self.seen + len(entropies)
         if self.boundary == "token":
             found = [Candidate(turn, first + i, before + i, float(h)) for i, h in enumerate(entropies)]
         else:
             found = [Candidate(turn, 0, before, turn_entropy(entropies, self.entropy))] if len(entropies) else []
+        return self._after_start(found)
+
+    def _after_start(self, found: list[Candidate]) -> list[Candidate]:
         origin = (self.start.turn, self.start.token)
         return [c for c in found if (c.turn, c.token) > origin or (self.first and (c.turn, c.token) == origin)]
 
@@ -94,6 +107,9 @@ def turn_entropy(entropies: Floats, of: EntropyOf) -> float:
 class Never:
     """Forks nowhere."""
 
+    def meet(self, turn: int, entropy: float) -> tuple[Point, ...]:
+        return ()
+
     def see(self, turn: int, entropies: Floats) -> tuple[Point, ...]:
         return ()
 
@@ -105,7 +121,7 @@ class Never:
 
 
 class Now(Never):
-    """Decides at each candidate, in order: ``rule`` gives the point to fork at, or None."""
+    """Decides at each candidate, in order and by its own entropy: ``rule`` gives the point to fork at, or None."""
 
     def __init__(
         self, positions: Positions, rule: Callable[[Candidate], Point | None], most: int, spacing: int
@@ -113,9 +129,15 @@ class Now(Never):
         self.positions, self.rule, self.left, self.spacing = positions, rule, most, spacing
         self.last = positions.start.tokens if positions.start.depth else -spacing
 
+    def meet(self, turn: int, entropy: float) -> tuple[Point, ...]:
+        return self._choose(self.positions.ahead(turn, entropy))
+
     def see(self, turn: int, entropies: Floats) -> tuple[Point, ...]:
+        return self._choose([c for c in self.positions.of(turn, entropies) if c.token])
+
+    def _choose(self, candidates: list[Candidate]) -> tuple[Point, ...]:
         made: list[Point] = []
-        for c in self.positions.of(turn, entropies):
+        for c in candidates:
             if self.left and c.tokens - self.last >= self.spacing and (point := self.rule(c)) is not None:
                 made.append(point)
                 self.left, self.last = self.left - 1, c.tokens

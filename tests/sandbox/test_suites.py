@@ -233,7 +233,7 @@ class _Session(FakeSession):
         fault = self.fault
         return type(self)(self.policy, self.tokens if fault == "shared" else self.tokens[: length - (fault == "short")])
 
-    async def act(self, observation: Any, step: Step, noise: Noise, max_tokens: int, prefix: Any = None) -> Any:
+    async def act(self, observation: Any, step: Step, noise: Noise, max_tokens: int, *more: Any) -> Any:
         from dataclasses import replace
 
         if self.fault == "unkeyed":

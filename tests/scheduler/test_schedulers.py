@@ -40,8 +40,11 @@ def turns(*values: list[float]) -> Episode:
 def play(scheduler: Any, own: Episode, noise: Noise | None = None, **start: int) -> tuple[list[Point], list[Point]]:
     """The points made on the way and those made at the end."""
     watch = scheduler.watch(noise or Noise(1, 2), Start(**start))
-    first = start.get("turn", 0)
-    now = [p for i, h in enumerate(own) for p in watch.see(first + i, h)]
+    now: list[Point] = []
+    for turn, entropies in enumerate(own, start.get("turn", 0)):
+        if len(entropies) and not (turn == start.get("turn") and start.get("token")):
+            now += watch.meet(turn, float(entropies[0]))
+        now += watch.see(turn, entropies)
     return now, list(watch.finish())
 
 

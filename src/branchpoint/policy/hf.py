@@ -18,7 +18,7 @@ from branchpoint.noise import Noise
 from branchpoint.policy.chat import Codec
 from branchpoint.policy.restrict import Actions, Grammars
 from branchpoint.policy.sampler import Context, Engine, Request, Restriction, Rule
-from branchpoint.session import Action
+from branchpoint.session import Action, Begun
 from branchpoint.tree import Ints
 from branchpoint.world import PolicyFailure, Step, Task
 
@@ -107,7 +107,13 @@ class HFSession:
         return len(self._context.tokens)
 
     async def act(
-        self, observation: Ints, step: Step, noise: Noise, max_tokens: int, prefix: Ints | None = None
+        self,
+        observation: Ints,
+        step: Step,
+        noise: Noise,
+        max_tokens: int,
+        prefix: Ints | None = None,
+        begun: Begun | None = None,
     ) -> Action:
         """See :meth:`branchpoint.session.Session.act`.
 
@@ -139,6 +145,7 @@ class HFSession:
             asyncio.get_running_loop().create_future(),
             restriction,
             self._ended(before),
+            begun,
         )
         try:
             await self._policy.engine.run(request)

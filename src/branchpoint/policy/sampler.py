@@ -97,6 +97,7 @@ class Context:
 class Request:
     """An action being sampled. ``limit`` new tokens at most, one uniform each.
 
+    ``begun`` is told the entropy of the first token once the context before it has been read.
     ``open``: the ids that may come next, None for all. ``over``: the last token is there; the request is done when
     ``raw_logprobs``, which needs the model, has caught up with ``tokens``.
     """
@@ -107,6 +108,7 @@ class Request:
     done: asyncio.Future[None]
     restriction: Restriction | None = None
     ended: Callable[[list[int]], bool] | None = None
+    begun: Callable[[float], None] | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
@@ -298,11 +300,20 @@ class Engine:
     def _emit(self, due: list[_Due], drawn: Drawn) -> None:
         """Appends the drawn tokens, and ends the requests that are through."""
         for i, (request, k) in enumerate(due):
+            if k == 0:
+                self._begin(request, drawn.entropies[i])
             request.raw_logprobs.append(drawn.raw_logprobs[i])
             if k == len(request.tokens):
                 self._advance(request, drawn, i)
             if request.over and len(request.raw_logprobs) == len(request.tokens) and not request.done.done():
                 request.done.set_result(None)
+
+    def _begin(self, request: Request, entropy: float) -> None:
+        try:  # of its owner, who fails alone
+            if request.begun is not None:
+                request.begun(entropy)
+        except Exception as error:
+            self._fail(request, f"{type(error).__name__}: {error}", error)
 
     def _advance(self, request: Request, drawn: Drawn | None = None, i: int = 0) -> None:
         """The drawn token, if any, and those that follow without a choice."""

@@ -59,6 +59,8 @@ def scheduled(scheduler: Any, mdp: Mdp, turn_tokens: int = 1, noise: Noise | Non
         while steps:
             size = turn_tokens - token
             entropies = np.array([mdp.entropy(o.state) for o in steps[:size]], np.float32)
+            if token == 0:
+                points += watch.meet(turn, float(entropies[0]))
             points += watch.see(turn, entropies)
             steps, turn, token = steps[size:], turn + 1, 0
         points += watch.finish()

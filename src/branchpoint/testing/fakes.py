@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from branchpoint.noise import Noise, digest
-from branchpoint.session import Action
+from branchpoint.session import Action, Begun
 from branchpoint.tree import Array, Ints
 from branchpoint.world import PolicyFailure, Step, Task
 
@@ -250,7 +250,13 @@ class FakeSession:
         self.length = len(tokens)
 
     async def act(
-        self, observation: Ints, step: Step, noise: Noise, max_tokens: int, prefix: Ints | None = None
+        self,
+        observation: Ints,
+        step: Step,
+        noise: Noise,
+        max_tokens: int,
+        prefix: Ints | None = None,
+        begun: Begun | None = None,
     ) -> Action:
         """Samples an action token by token; token i of the action is drawn by ``noise.private("token", i)``."""
         policy = self.policy
@@ -266,6 +272,8 @@ class FakeSession:
         while len(said) < max_tokens and not (said and said[-1] == 0) and self.length < policy.context:
             ids = _continuations(choices, said) if choices else None
             token, row = _draw(policy, self.tokens, ids, noise.private("token", len(said)).random())
+            if begun is not None and not rows:
+                begun(row[2])
             said.append(token)
             self._append(token)
             rows.append(row)

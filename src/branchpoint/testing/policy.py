@@ -38,6 +38,7 @@ async def check_policy(
     await checks.run_async("different keys give different tokens", suite.varied)
     await checks.run_async("a fork between turns equals a recomputed context", suite.fork_turn)
     await checks.run_async("a fork inside an action equals a recomputed context", suite.fork_token)
+    await checks.run_async("an action tells when it has begun, and can be forked there", suite.begun)
     await checks.run_async("a forked session leaves its parent alone", suite.parent)
     await checks.run_async("the token limit cuts and is told", suite.limit)
     return checks.report()
@@ -111,6 +112,24 @@ class _PolicySuite:
             two = await self.act(fresh.fork(0), whole, 1, key)
             _equal(one, two, self.tolerance, "forked and recomputed")
         for each in (session, forked, fresh):
+            each.close()
+
+    async def begun(self) -> None:
+        session = self.policy.open()
+        told: list[float] = []
+        forks: list[Session] = []
+
+        def begin(entropy: float) -> None:
+            told.append(entropy)
+            forks.append(session.fork(len(self.first)))
+
+        action = await session.act(self.first, self.steps[0], Noise(0, 3), self.max_tokens, None, begin)
+        expect(len(told) == 1, f"begun was called {len(told)} times, not once")
+        gap = abs(float(np.float32(told[0]) - action.entropies[0]))
+        expect(gap <= self.tolerance, f"begun told an entropy that differs by {gap:.2e} from the action's first")
+        again = await self.act(forks[0], _NOTHING, 0, 3)
+        _equal(action, again, self.tolerance, "an action and a fork made when it had begun")
+        for each in (session, *forks):
             each.close()
 
     async def fork_token(self) -> None:
