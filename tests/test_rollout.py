@@ -488,6 +488,9 @@ class _Hanging(FakeSession):
     async def act(self, *given: Any) -> Any:
         await asyncio.sleep(3600)
 
+    def fork(self, length: int) -> Any:
+        return _Hanging(self.policy, self.tokens[:length])
+
 
 def test_a_single_root_forked_at_its_first_token_is_a_group_of_forks() -> None:
     tree, _ = grow(Fixed(roots=1, width=3, at=(0.0,), start=True, expected=4, nested=True), turns=4)
