@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from branchpoint import env as envs
 from branchpoint.cli import main
 
 ENVS = "envs: [{name: backoffice, train: {split: train, n: 2}, eval: {split: validation, n: 1}}]\n"
@@ -68,3 +69,14 @@ def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         main(["train", "x.yaml", "--frehs"])
     assert stop.value.code == 2
     assert "--frehs" in capsys.readouterr().err
+
+
+def test_envs_lists_what_is_there_and_how_to_get_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["envs"]) == 0
+    assert all(name in capsys.readouterr().out for name in envs.LISTINGS)
+    monkeypatch.setattr(envs, "find_spec", lambda name: None)
+    assert main(["envs"]) == 0
+    assert 'pip install "branchpoint[alfworld]"' in capsys.readouterr().out
+    assert 'pip install "branchpoint[alfworld]"' in fails(capsys, "check", "env", "alfworld")

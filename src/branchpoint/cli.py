@@ -1,4 +1,4 @@
-"""The command line: ``branchpoint train | eval | view | check``."""
+"""The command line: ``branchpoint train | eval | view | check | envs``."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="run the shipped checkers")
     check.add_argument("what", choices=("env", "sandbox", "policy", "oracles"))
     check.add_argument("name", nargs="?", help="a built-in name, module:attribute, or for oracles a JSON file")
+
+    commands.add_parser("envs", help="list the environments: what is there, and what each needs")
     return top
 
 
@@ -71,6 +73,10 @@ def main(argv: list[str] | None = None) -> int:
             from branchpoint.command.view import estimator, view
 
             return view(a.place, a.tree, estimator(a.estimator), console)
+        if a.command == "envs":
+            from branchpoint.command.envs import listing
+
+            return listing(console)
         from branchpoint.command.check import check
 
         return check(a.what, a.name, console)

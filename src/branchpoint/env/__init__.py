@@ -6,15 +6,46 @@ An environment module holds ``make(task) -> World``, ``tasks(split, n=None, seed
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
+from shutil import which
 from types import ModuleType
 from typing import Any, Protocol
 
 from branchpoint.world import Make, Step, Task, Transcript, World
 
-_PRELOAD = {"alfworld": ("branchpoint.env.alfworld_warm",)}
-_MODULES = {"backoffice": "branchpoint.env.backoffice", "alfworld": "branchpoint.env.alfworld"}
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A shipped environment, the module of its name in this folder. ``packages`` (as they are imported; ``extra``
+    installs them) and ``programs`` are what it needs beyond Branchpoint; ``preload``: what a process sandbox imports
+    once, before it forks worlds."""
+
+    summary: str
+    extra: str = ""
+    packages: tuple[str, ...] = ()
+    programs: Mapping[str, str] = field(default_factory=dict)  # name: how to get it
+    preload: tuple[str, ...] = ()
+
+    def missing(self) -> str:
+        """What is not here and how to get it, in a line; empty when the environment can run."""
+        packages = [p for p in self.packages if find_spec(p) is None]
+        hints = [f'no package {packages[0]}: pip install "branchpoint[{self.extra}]"'] if packages else []
+        return "; ".join(hints + [f"no {p}: {cure}" for p, cure in self.programs.items() if which(p) is None])
+
+
+LISTINGS: Mapping[str, Listing] = {
+    "alfworld": Listing(
+        "household text games, long horizons (real games and engine)",
+        "alfworld",
+        ("alfworld", "textworld", "fast_downward"),
+        preload=("branchpoint.env.alfworld_warm",),
+    ),
+    "backoffice": Listing("an order desk with tools, failures keyed by event, a scripted expert"),
+}
+"""All shipped environments by name."""
 
 
 class Agent(Protocol):
@@ -26,9 +57,11 @@ class Agent(Protocol):
 def _module(name: str) -> ModuleType:
     if ":" in name:
         return import_module(name.split(":", 1)[0])
-    if name not in _MODULES:
-        raise ValueError(f"no environment {name!r}; known: {', '.join(sorted(_MODULES))}, or 'module:attribute'")
-    return import_module(_MODULES[name])
+    if name not in LISTINGS:
+        raise ValueError(f"no environment {name!r}; known: {', '.join(LISTINGS)}, or 'module:attribute'")
+    if lack := LISTINGS[name].missing():
+        raise ValueError(f"environment {name!r} cannot run here: {lack}")
+    return import_module(f"{__name__}.{name}")
 
 
 def _attribute(name: str, attribute: str) -> Any:
@@ -79,4 +112,4 @@ def transcripts(name: str, **dials: Any) -> Iterable[Transcript] | None:
 
 def preload(name: str) -> tuple[str, ...]:
     """What a process sandbox should import once, before it forks worlds of this environment."""
-    return _PRELOAD.get(name, ())
+    return LISTINGS[name].preload if name in LISTINGS else ()
