@@ -75,7 +75,8 @@ def test_envs_lists_what_is_there_and_how_to_get_the_rest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["envs"]) == 0
-    assert all(name in capsys.readouterr().out for name in envs.LISTINGS)
+    out = capsys.readouterr().out
+    assert all(name in out for name in envs.LISTINGS)
     monkeypatch.setattr(envs, "find_spec", lambda name: None)
     assert main(["envs"]) == 0
     assert 'pip install "branchpoint[alfworld]"' in capsys.readouterr().out

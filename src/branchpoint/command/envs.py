@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
 from branchpoint.env import LISTINGS
 
 
 def listing(console: Console) -> int:
-    """Print a line for each environment: ready, or what is missing and how to get it."""
-    table = Table("environment", "here", "what it is", box=None, pad_edge=False)
+    """Print for each environment what it is, whether it can run here, and if not, what is missing and how to get it."""
+    width = max(map(len, LISTINGS))
     for name, entry in LISTINGS.items():
-        lack = entry.missing()
-        table.add_row(name, "no" if lack else "yes", entry.summary)
-        if lack:
-            table.add_row("", "", lack)
-    console.print(table)
+        console.print(f"{name:<{width}}  {entry.missing() or 'ready'}", highlight=False, markup=False)
+        console.print(f"{'':<{width}}  {entry.summary}", style="dim", highlight=False, markup=False)
     console.print("Your own: module:make, see docs/howto/environment.md", highlight=False)
     return 0
