@@ -44,6 +44,14 @@ LISTINGS: Mapping[str, Listing] = {
         preload=("branchpoint.env.alfworld_warm",),
     ),
     "backoffice": Listing("an order desk with tools, failures keyed by event, a scripted expert"),
+    "gym": Listing("any Gymnasium environment with text or discrete actions", "gym", ("gymnasium",)),
+    "minigrid": Listing(
+        "MiniGrid and BabyAI: the agent's view in words, a planner as expert", "minigrid", ("gymnasium", "minigrid")
+    ),
+    "tau": Listing(
+        "tau-bench: customer service in a shop (retail) or at an airline, tools, a policy, a scripted user",
+        preload=("branchpoint.env.tau.warm",),
+    ),
 }
 """All shipped environments by name."""
 
