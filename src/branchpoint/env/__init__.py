@@ -52,6 +52,12 @@ LISTINGS: Mapping[str, Listing] = {
         "tau-bench: customer service in a shop (retail) or at an airline, tools, a policy, a scripted user",
         preload=("branchpoint.env.tau.warm",),
     ),
+    "webshop": Listing(
+        "WebShop: find, configure and buy one of 1,000 real products by an instruction",
+        "webshop",
+        ("bm25s", "Stemmer", "rapidfuzz"),
+        preload=("branchpoint.env.webshop.warm",),
+    ),
 }
 """All shipped environments by name."""
 
