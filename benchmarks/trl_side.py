@@ -150,7 +150,7 @@ def main() -> None:
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=shape["leaves"],
+        per_device_train_batch_size=shape["groups"] * shape["leaves"],
         num_generations=shape["leaves"],
         max_completion_length=1024,
         max_tool_calling_iterations=shape["turns"] if tools else None,

@@ -2,12 +2,15 @@
 
     python benchmarks/trl_update.py --cache ~/.cache/branchpoint-trl --out benchmarks/baselines/trl_update.json
 
-An update: 8 rollouts of 64 prompt tokens and 4 turns of 96 sampled and 16 observation tokens (512 in all), an 11M Llama
-with random weights in float32, one thread, generation, credit, forward, backward and AdamW. Arms:
+An update: ``--groups`` groups (trees) of 8 rollouts of 64 prompt tokens and 4 turns of 96 sampled and 16 observation
+tokens (512 in all), an 11M Llama with random weights in float32, one thread, generation, credit, forward, backward and
+AdamW. Arms:
 ``rollout_func`` and ``environment_factory``: TRL 1.16 (``trl_side.py``) in a virtual environment that is made in
 ``--cache`` (about 1.5 GB); the latter calls its tool 4 times, and its prompt is longer by the schema of the tool.
 ``flat``: 8 independent rollouts here. ``tree``: as many leaves of the same length, one rollout forked 8-fold after its
 second turn, so that half of the leaves' tokens are shared.
+
+With more groups both sides sample in larger batches, as training does.
 
 Arms take turns; the first round warms up and is not counted. Only one arm computes at any time.
 """
@@ -20,7 +23,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,7 +48,9 @@ from branchpoint.scheduler import Fixed, Flat
 from branchpoint.train import flat_tokens
 from branchpoint.tree import RolloutTree, Segments
 from branchpoint.world import Step, Task
+from peer import Peer, install
 
+# torch first, so that the CPU build at hand is taken.
 PINS = (("torch==2.13.0",), ("trl==1.16.0", "peft", "psutil"))
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -54,6 +58,7 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "2147483648",
 }
 SHAPE: dict[str, Any] = {
+    "groups": 1,
     "leaves": 8,
     "turns": 4,
     "action": 96,
@@ -87,40 +92,21 @@ class Update:
     changed: float
 
 
-class Peer:
-    """TRL in a process of its own, one update a line."""
+class Trl:
+    """TRL in a process of its own."""
 
-    def __init__(self, python: Path, mode: str, rounds: int, log: Path) -> None:
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        self.process = subprocess.Popen(
-            [python, Path(__file__).with_name("trl_side.py"), mode, json.dumps(SHAPE | {"steps": rounds})],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-            env=environment | ENVIRONMENT | {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"},
-        )
-        self.mode, self.log = mode, log
-        self.versions = self._read()
+    def __init__(self, python: Path, mode: str, rounds: int, cache: Path) -> None:
+        given = json.dumps(SHAPE | {"steps": rounds})
+        environment = ENVIRONMENT | {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+        self.peer = Peer(python, "trl_side.py", mode, given, log=cache / f"{mode}.log", environment=environment)
 
     def update(self) -> Update:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        said = self._read()
-        forwarded = SHAPE["leaves"] * (said["prompt"] + said["completion"])
+        said = self.peer.ask()
+        forwarded = SHAPE["groups"] * SHAPE["leaves"] * (said["prompt"] + said["completion"])
         return Update(said["seconds"], said["sampled"], forwarded, said["changed"])
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.wait(30)
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"TRL ({self.mode}) ended early:\n" + "\n".join(self.log.read_text().splitlines()[-15:]))
-        return json.loads(line)
+        self.peer.close()
 
 
 class Desk:
@@ -186,17 +172,22 @@ class Ours:
         ledger, noise = Ledger(), Noise(self.updates, self.updates)
         grower = Grower(self.policy, InProcess(), self.scheduler, self.limits, "independent", ledger)
         start = time.process_time()
-        tree = asyncio.run(grower.grow(Desk, Task("desk", "desk"), noise))
-        segments = Segments.of(tree)
-        rows = pack([(segments, self.estimator.credit(segments))], self.learner.config.token_budget)
-        self.learner.step(rows, normaliser=1)
+        trees = asyncio.run(self._grow(grower, noise))
+        pairs = [(s, self.estimator.credit(s)) for s in map(Segments.of, trees)]
+        rows = pack(pairs, self.learner.config.token_budget)
+        self.learner.step(rows, normaliser=SHAPE["groups"])
         seconds = time.process_time() - start
         after = torch.cat([p.detach().flatten() for p in self.model.parameters()])
-        self._check(tree, segments)
+        for tree, (segments, _) in zip(trees, pairs, strict=True):
+            self._check(tree, segments)
         self.updates += 1
-        self.shared = 1 - len(segments.tokens) / flat_tokens(segments)
+        self.shared = 1 - sum(len(s.tokens) for s, _ in pairs) / sum(flat_tokens(s) for s, _ in pairs)
         forwarded = sum(map(len, rows))
         return Update(seconds, ledger.generated_tokens, forwarded, float((after - before).abs().max()))
+
+    async def _grow(self, grower: Grower, noise: Noise) -> list[RolloutTree]:
+        jobs = [grower.grow(Desk, Task(f"desk{i}", "desk"), noise.child(i)) for i in range(SHAPE["groups"])]
+        return list(await asyncio.gather(*jobs))
 
     def _check(self, tree: RolloutTree, segments: Segments) -> None:
         failed = [b.failure for b in tree.branches if b.failure is not None]
@@ -209,20 +200,8 @@ class Ours:
         self.policy.close()
 
 
-def install(cache: Path) -> Path:
-    """The Python of the virtual environment with TRL, made if it is not there."""
-    python = cache / "bin" / "python"
-    if not (cache / "ready").exists():
-        print(f"making a virtual environment with {PINS[1][0]} in {cache} (about 1.5 GB)", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", cache], check=True, timeout=300)
-        for pins in PINS:  # torch first, so that the CPU build at hand is taken
-            subprocess.run([python, "-m", "pip", "install", "-q", *pins], check=True, timeout=1800)
-        (cache / "ready").touch()
-    return python
-
-
-def report(runs: dict[str, list[Update]], sides: Mapping[str, Peer | Ours]) -> dict[str, Any]:
-    versions = next((s.versions for s in sides.values() if isinstance(s, Peer)), {})
+def report(runs: dict[str, list[Update]], sides: Mapping[str, Trl | Ours]) -> dict[str, Any]:
+    versions = next((s.peer.versions for s in sides.values() if isinstance(s, Trl)), {})
     seconds = {k: statistics.median(u.seconds for u in v) for k, v in runs.items()}
 
     def ratio(name: str) -> float | None:
@@ -255,6 +234,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "branchpoint-trl")
     every = ["rollout_func", "environment_factory", "flat", "tree"]
     parser.add_argument("--arms", nargs="+", choices=every, default=every)
+    parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -263,15 +243,14 @@ def main() -> None:
     ):  # read when a process starts; the same for both sides
         os.execve(sys.executable, [sys.executable, __file__, *sys.argv[1:]], os.environ | ENVIRONMENT)
     torch.set_num_threads(1)
+    SHAPE["groups"] = args.groups
     peers = {a: a for a in args.arms if a in ("rollout_func", "environment_factory")}
-    python = install(args.cache) if peers else Path(sys.executable)
-    sides: dict[str, Peer | Ours] = {}
+    python = install(args.cache, PINS, 1.5) if peers else Path(sys.executable)
+    sides: dict[str, Trl | Ours] = {}
     result = ""
     try:
         for a in args.arms:
-            sides[a] = (
-                Peer(python, a, args.repeats + 2, args.cache / f"{a}.log") if a in peers else Ours(tree=a == "tree")
-            )
+            sides[a] = Trl(python, a, args.repeats + 2, args.cache) if a in peers else Ours(tree=a == "tree")
         for runs in measure({a: s.update for a, s in sides.items()}, args.repeats):
             result = json.dumps(report(runs, sides), indent=2)
             if args.out:  # after every round: a long benchmark that is cut short has still measured something
