@@ -16,6 +16,7 @@ Dials (``Task.metadata``):
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 from branchpoint.env.tau.domains import SPLITS, Domain, load, problems
@@ -72,6 +73,6 @@ def system(domain: Domain) -> str:
 
 def _task(domain: str, split: str, index: int, dials: dict[str, Any], prompt: tuple[Message, ...]) -> Task:
     name = f"tau/{domain}/{split}/{index:03d}"
-    metadata = Dials(domain, split, index, **dials)._asdict()
+    metadata = asdict(Dials(domain, split, index, **dials))
     Dials.of(metadata)
     return Task(name, "tau", prompt, digest(0, "luck", name) >> 65, metadata)

@@ -93,7 +93,7 @@ COMMON = {
         Tool(
             TRANSFER,
             "control",
-            "Hand the user over to a human agent, which ends the conversation: only if the user asks for it, or no tool "
+            "Hand the user over to a human agent, which ends the conversation: only if the user asks for it or no tool "
             "does what is asked.",
             {"summary": text("a summary of the matter")},
             transfer_to_human_agents,

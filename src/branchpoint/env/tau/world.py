@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from branchpoint.env.tau.calls import Call, Malformed, parse
 from branchpoint.env.tau.common import TRANSFER
@@ -28,7 +28,8 @@ class Episode:
     over: bool = False
 
 
-class Dials(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Dials:
     """The settings of a task, checked."""
 
     domain: str
@@ -44,7 +45,7 @@ class Dials(NamedTuple):
         lacking = [name for name in ("domain", "split", "index") if name not in metadata]
         if lacking:
             raise EnvironmentFailure(f"a tau task without {lacking[0]!r} in its metadata; make tasks with tau.tasks()")
-        dials = cls(**{name: metadata[name] for name in cls._fields if name in metadata})
+        dials = cls(**{field.name: metadata[field.name] for field in fields(cls) if field.name in metadata})
         size = len(problems(dials.domain, dials.split))
         if not isinstance(dials.index, int) or not 0 <= dials.index < size:
             raise EnvironmentFailure(f"index is {dials.index!r}; {dials.domain} {dials.split} has 0 to {size - 1}")
@@ -121,7 +122,10 @@ class TauWorld:
         return self._end(answer) if STOP in answer else self._step(answer)
 
     def _ask(self, said: tuple[Message, ...]) -> str:
-        return self._user(self._brief, said, self._noise.child("user", len(said)))
+        answer = self._user(self._brief, said, self._noise.child("user", len(said)))
+        if not isinstance(answer, str):
+            raise EnvironmentFailure(f"the user answered with a {type(answer).__name__}; expected str")
+        return answer
 
     def _end(self, text: str) -> Step:
         state = self._state = replace(self._state, over=True)
@@ -146,9 +150,9 @@ def user(name: str) -> User:
         return scripted
     module, _, attribute = str(name).partition(":")
     try:
-        found = getattr(import_module(module), attribute)
+        found: Any = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise EnvironmentFailure(f"user is {name!r}; use 'scripted' or 'module:attribute' ({error})") from error
     if not callable(found):
         raise EnvironmentFailure(f"user {name!r} is a {type(found).__name__}; expected user(brief, said, noise) -> str")
-    return found
+    return cast(User, found)
