@@ -382,8 +382,9 @@ class Credit:
 
     ``up`` >= 0 and ``down`` <= 0 are kept apart because a token shared by several leaves may be pushed both ways and
     PPO clips the two directions differently. ``share`` is the token's weight in KL, entropy and the normaliser: the
-    shares of one depth sum to at most 1. ``informative``: whether anything but zero was given (a group whose members
-    all scored alike carries no signal).
+    shares of one depth sum to at most 1, except where an estimator gives every token the share 1 (``bpo`` with
+    ``normaliser`` sum). ``informative``: whether anything but zero was given (a group whose members all scored alike
+    carries no signal).
     """
 
     up: Array
