@@ -25,8 +25,8 @@ __all__ = ["SPLITS", "Dials", "Expert", "WebShop", "expert", "human_texts", "mak
 
 RULES = (
     "You shop in a web store. Buy the product that the instruction asks for, with the options it names and within its "
-    "price. Reply with one action a turn: search[words] on the search page, or click[text] with the text of a button, a "
-    "product code or an option value of the page. Choose every option before click[buy now], which ends the visit."
+    "price. Reply with one action a turn: search[words] on the search page, or click[text] with the text of a button, "
+    "a product code or an option value of the page. Choose every option before click[buy now], which ends the visit."
 )
 
 

@@ -71,11 +71,14 @@ def _wish(row: Mapping[str, Any]) -> Wish:
 
 def _product(line: str) -> Product:
     row = json.loads(line)
-    lists = {name: tuple(row[name]) for name in ("bullets", "prices", "attributes", "nouns")}
+    texts = {name: str(row[name]) for name in ("asin", "title", "description", "tag", "category", "query", "levels")}
     return Product(
-        **{name: row[name] for name in ("asin", "title", "description", "tag", "category", "query", "levels")},
-        **lists,
+        **texts,
+        bullets=tuple(row["bullets"]),
         options={name: tuple(values) for name, values in row["options"].items()},
+        prices=tuple(row["prices"]),
+        attributes=tuple(row["attributes"]),
+        nouns=tuple(row["nouns"]),
         synthetic=_wish(row["synthetic"]) if row["synthetic"] else None,
         people=tuple(map(_wish, row["people"])),
     )

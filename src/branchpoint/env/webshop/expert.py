@@ -10,7 +10,7 @@ from typing import NamedTuple
 from branchpoint.env.webshop import words
 from branchpoint.world import Step
 
-LOOKS = 4
+LOOKS = 5
 """So many products are opened at most before the best of them is taken."""
 
 _MARK = re.compile(r"^\s*\[((?:clicked )?button)\] (.*) \[\1_\]$")
@@ -19,20 +19,38 @@ _DOLLARS = re.compile(r"\$(\d+(?:\.\d+)?)")
 _NAME = re.compile(r"(?:^|, and )([^:,]+): ")
 
 
+class Price(NamedTuple):
+    """A price in dollars, or the two ends of a range."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, tag: str) -> Price:
+        """Of the tag that a page shows."""
+        amounts = [float(amount) for amount in _DOLLARS.findall(tag)] or [0.0]
+        return cls(amounts[0], amounts[-1])
+
+    def strain(self, limit: float) -> float:
+        """1 above the limit; 0.5 so far below it that something dearer is probably meant, since limits lie at most 40
+        dollars above the price; else 0."""
+        return 1.0 if self.low > limit else 0.5 if self.high < limit - 40 else 0.0
+
+
 class Hit(NamedTuple):
-    """A product on a page of results; ``price``: the highest it can cost."""
+    """A product on a page of results."""
 
     asin: str
     title: str
-    price: float
+    price: Price
 
 
 class Offer(NamedTuple):
-    """A product's page: its options by name, and the highest price."""
+    """A product's page: its title, its options by name, its price."""
 
     title: str
     options: Mapping[str, tuple[str, ...]]
-    price: float
+    price: Price
 
 
 class Verdict(NamedTuple):
@@ -55,11 +73,7 @@ def strings(observation: str) -> list[str]:
 def hits(page: list[str]) -> list[Hit]:
     """The products of a page of results."""
     rows = zip(page, page[1:], page[2:], strict=False)
-    return [Hit(code, title, _highest(tag)) for code, title, tag in rows if _ASIN.fullmatch(code) and "$" in tag]
-
-
-def _highest(tag: str) -> float:
-    return max(map(float, _DOLLARS.findall(tag)), default=float("inf"))
+    return [Hit(code, title, Price.of(tag)) for code, title, tag in rows if _ASIN.fullmatch(code) and "$" in tag]
 
 
 def offer(page: list[str], clickable: frozenset[str]) -> Offer:
@@ -72,7 +86,7 @@ def offer(page: list[str], clickable: frozenset[str]) -> Offer:
             values.append(text)
         else:
             values = options.setdefault(text, [])
-    return Offer(page[at - 1], {name: tuple(v) for name, v in options.items()}, _highest(page[at]))
+    return Offer(page[at - 1], {name: tuple(v) for name, v in options.items()}, Price.of(page[at]))
 
 
 def judge(goal: str, product: Offer) -> Verdict:
@@ -82,7 +96,7 @@ def judge(goal: str, product: Offer) -> Verdict:
     picks = {name: _pick(f"{name}: ", options, values) for name, values in product.options.items()}
     if not named:
         picks = {name: _mentioned(wanted, values) for name, values in product.options.items()}
-    missing = sum(not picks.get(name) for name in named) + (product.price > words.limit(goal))
+    missing = sum(not picks.get(name) for name in named) + product.price.strain(words.limit(goal))
     return Verdict(tuple(filter(None, picks.values())), missing)
 
 
@@ -127,32 +141,29 @@ class Expert:
     def _at_results(self, page: list[str]) -> str:
         limit = words.limit(page[0])
         if not self._hits:
-            self._hits = sorted(hits(page), key=lambda hit: hit.price > limit)
+            self._hits = sorted(hits(page), key=lambda hit: hit.price.strain(limit))
         if not self._hits:
             return "click[back to search]"
-        fresh = [hit.asin for hit in self._hits if hit.asin not in self._verdicts]
-        if self._final or not fresh:
-            self._open = self._final or self._best()
-        else:
-            self._open = fresh[0]
+        self._open = self._final or self._fresh()[0]
         return f"click[{self._open.lower()}]"
 
     def _at_item(self, page: list[str], step: Step) -> str:
-        clickable = frozenset(action[len("click[") : -1] for action in step.actions)
-        if self._open not in self._verdicts:
+        if self._chosen is None and self._open not in self._verdicts:
+            clickable = frozenset(action[len("click[") : -1] for action in step.actions)
             self._verdicts[self._open] = judge(page[0], offer(page, clickable))
-        verdict = self._verdicts[self._open]
-        if not self._settled(verdict):
-            self._final = self._best() if len(self._verdicts) >= LOOKS else ""
+        if self._chosen is None and self._verdicts[self._open].missing:
+            if not self._time_to_look(page[0]):
+                self._final = min(self._verdicts, key=lambda asin: self._verdicts[asin].missing)
             if self._final != self._open:
                 return "click[< prev]"
         if self._chosen is None:
-            self._chosen = list(verdict.choose)
+            self._chosen = list(self._verdicts[self._open].choose)
         return f"click[{self._chosen.pop(0)}]" if self._chosen else "click[buy now]"
 
-    def _settled(self, verdict: Verdict) -> bool:
-        """Whether to buy what is open: it has all, it was decided on, or there is no time to look further."""
-        return not verdict.missing or self._open == self._final or self._left < 6 + len(verdict.choose)
+    def _fresh(self) -> list[str]:
+        return [hit.asin for hit in self._hits if hit.asin not in self._verdicts]
 
-    def _best(self) -> str:
-        return min(self._verdicts, key=lambda asin: self._verdicts[asin].missing)
+    def _time_to_look(self, goal: str) -> bool:
+        """Whether one more product can be opened, and then the best one be opened again, configured and bought."""
+        wanted = max(1, len(_NAME.findall(words.parts(goal)[1])))
+        return len(self._verdicts) < LOOKS and bool(self._fresh()) and self._left >= 4 + wanted

@@ -2,8 +2,9 @@
 
     score = type * (attributes + options + price) / (wanted attributes + wanted options + 1)
 
-``attributes`` and ``options`` count what was wanted and is there, ``price`` is 1 within the limit. ``type`` is 1, or less
-when the product is of another kind. Fuzzy comparisons are those of ``thefuzz`` (which the original uses), on ``rapidfuzz``.
+``attributes`` and ``options`` count what was wanted and is there, ``price`` is 1 within the limit. ``type`` is 1, or
+less when the product is of another kind. Fuzzy comparisons are those of ``thefuzz``, which the original uses, computed
+by ``rapidfuzz``.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from typing import Any, Literal, NamedTuple
 from branchpoint.env.webshop.catalog import Product
 from branchpoint.env.webshop.goals import Goal, Option
 
-COLOURS = tuple(
-    "alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo "
-    "caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal "
-    "dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo "
-    "ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor "
-    "mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand "
-    "sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut "
-    "wheat white wine yellow".split()
-)
+_COLOURS = """
+alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo
+caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream crystal
+dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather indigo ivory
+ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor mushroom
+mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal rust sand sapphire
+seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise violet walnut wheat white
+wine yellow
+"""
+COLOURS = tuple(_COLOURS.split())
 Rule = Literal["pairs", "values"]
 
 ALIKE = 85

@@ -17,10 +17,11 @@ from branchpoint.env.webshop.catalog import products
 K1, B, HITS = 0.9, 0.4, 50
 """The parameters of the original's search engine (Anserini's defaults), and how many hits it returns."""
 
-STOP_WORDS = frozenset(
-    "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "
-    "to was will with".split()
-)
+_STOP_WORDS = """
+a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was
+will with
+"""
+STOP_WORDS = frozenset(_STOP_WORDS.split())
 _EMOJI = (
     "[\u2600-\u2605\u2607-\u2612\u2614-\u2685\u2690-\u2705\u2708-\u2712\u2714\u2716\u271d\u2721\u2728\u2733\u2734"
     "\u2744\u2747\u274c\u274e\u2753-\u2755\u2757\u2763-\u2767\u2795-\u2797\u27a1\u27b0\u27bf\u2b05-\u2b07\u2b50\u2b55"

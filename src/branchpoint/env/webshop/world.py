@@ -7,7 +7,7 @@ import re
 from typing import Literal, NamedTuple
 
 from branchpoint.env.webshop import pages, words
-from branchpoint.env.webshop.catalog import Product, numbers, products
+from branchpoint.env.webshop.catalog import numbers, products
 from branchpoint.env.webshop.dials import Dials
 from branchpoint.env.webshop.goals import goals, prices
 from branchpoint.env.webshop.reward import Outcome, grade
