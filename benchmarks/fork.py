@@ -4,7 +4,8 @@
 
 A heap is a list of tuples of small integers and strings (the kind that is worst for copies), or, in a second column,
 one numpy array. Times are wall-clock medians, milliseconds. ``round trip`` is a snapshot of a live environment and a
-restore of it, both complete; ``cpu`` the processor time that trainer and workers spend in it, which is what an idle
+restore of it, both complete, each one fork; ``bare`` is what the kernel alone takes for one: libc's fork of a process with
+that heap and this package's modules, until the child's first byte; ``cpu`` the processor time that trainer and workers spend in it, which is what an idle
 machine would need at most, whatever the load now. Written as JSON to
 benchmarks/baselines/fork.json with the load of the machine, since the figures depend on it.
 """
@@ -13,11 +14,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import os
 import pickle
 import platform
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +31,8 @@ from typing import Any
 import anyio
 
 from branchpoint.noise import Noise
+from branchpoint.sandbox import _fork
+from branchpoint.sandbox._template import HUGE_PAGES
 from branchpoint.sandbox.forkserver import ForkEnv, ForkServer, ForkSnapshot
 from branchpoint.world import Task
 from heap_world import HeapWorld
@@ -134,6 +141,35 @@ async def depths(server: ForkServer, env: ForkEnv, wanted: list[int], repeat: in
     return out | {"rebases": server.counters.rebases}
 
 
+def bare(megabytes: int, kind: str, huge: bool, repeat: int) -> dict[str, float]:
+    """Forks of a process that holds the heap and does nothing else."""
+    environment = HUGE_PAGES if huge else {}
+    command = [sys.executable, __file__, "--bare", f"{megabytes},{kind},{repeat}"]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=True, timeout=600
+    )
+    return json.loads(done.stdout)
+
+
+def bare_forks(megabytes: int, kind: str, repeat: int) -> dict[str, float]:
+    world = HeapWorld(Task("heap", "", metadata={"megabytes": megabytes, "kind": kind}))
+    gc.collect()
+    gc.freeze()
+    ours, theirs = socket.socketpair()
+    samples = []
+    for _ in range(repeat + 1):
+        start = time.perf_counter()
+        pid = _fork.fork()
+        if pid == 0:
+            theirs.send(b"x")
+            os._exit(0)
+        ours.recv(1)
+        samples.append(time.perf_counter() - start)
+        os.waitpid(pid, 0)
+    del world
+    return ms(samples[1:])
+
+
 def copies(megabytes: int, kind: str, repeat: int) -> dict[str, Any]:
     world = HeapWorld(Task("heap", "", metadata={"megabytes": megabytes, "kind": kind}))
     blob = pickle.dumps(world)
@@ -164,6 +200,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 for kind in ("objects", "array"):
                     env = await opened(server, megabytes, kind)
                     found = await round_trips(env, args.repeat if megabytes > 50 else 10 * args.repeat)
+                    found["bare"] = bare(megabytes, kind, huge, args.repeat if megabytes > 50 else 10 * args.repeat)
                     if kind == "objects":
                         found["siblings"] = await siblings(env, args.siblings)
                     if kind == "objects" and megabytes == heaps[0] and not huge:
@@ -183,7 +220,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"{'heap':<24}{'round trip':>11}{'p10':>9}{'step':>8}{'cpu':>8}{'deepcopy':>11}{'dump+load':>11}{'target':>8}"
+        f"{'heap':<24}{'snapshot':>9}{'restore':>9}{'target':>8}{'bare':>8}{'round trip':>11}{'step':>8}{'cpu':>8}"
+        f"{'deepcopy':>11}{'dump+load':>11}"
     ]
     for name, found in result["fork"].items():
         _, kind, megabytes = name.split("/")
@@ -191,9 +229,9 @@ def table(result: dict[str, Any]) -> str:
         deep = other["deepcopy"]["p50"] if other else float("nan")
         pickled = other["pickle_dumps"]["p50"] + other["pickle_loads"]["p50"] if other else float("nan")
         lines.append(
-            f"{name + ' MB':<24}{found['round_trip']['p50']:>11.2f}{found['round_trip']['p10']:>9.2f}"
-            f"{found['step']['p50']:>8.3f}{found['cpu']['p50']:>8.2f}{deep:>11.1f}"
-            f"{pickled:>11.1f}{result['targets_ms'][megabytes] or 0:>8.1f}"
+            f"{name + ' MB':<24}{found['snapshot']['p50']:>9.2f}{found['restore']['p50']:>9.2f}"
+            f"{result['targets_ms'][megabytes] or 0:>8.1f}{found['bare']['p50']:>8.2f}{found['round_trip']['p50']:>11.2f}"
+            f"{found['step']['p50']:>8.3f}{found['cpu']['p50']:>8.2f}{deep:>11.1f}{pickled:>11.1f}"
         )
     for name, found in result["fork"].items():
         if "siblings" in found:
@@ -211,7 +249,12 @@ def main() -> None:
     parser.add_argument("--copy-limit", type=int, default=500, help="largest heap in MB to deepcopy and pickle")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "baselines" / "fork.json")
+    parser.add_argument("--bare", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.bare:
+        megabytes, kind, repeat = args.bare.split(",")
+        print(json.dumps(bare_forks(int(megabytes), kind, int(repeat))))
+        return
     result = anyio.run(measure, args)
     print(table(result))
     args.out.parent.mkdir(parents=True, exist_ok=True)

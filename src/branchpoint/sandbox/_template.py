@@ -17,7 +17,7 @@ from branchpoint.sandbox._worker import Worker, cause, started
 from branchpoint.world import BranchFailure, Make
 
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")}
-_HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class Template:
@@ -50,7 +50,7 @@ class Template:
         environment = {**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         environment.setdefault("PYTHONHASHSEED", "0")  # the order of sets must not depend on the process
         if self.huge_pages:
-            environment |= _HUGE_PAGES
+            environment |= HUGE_PAGES
         ours, theirs = socket.socketpair()
         read, write = os.pipe()
         os.set_blocking(read, False)
