@@ -3,10 +3,10 @@
     python benchmarks/fork.py [--heaps 1,50,500] [--depths 1,32,64,256] [--siblings 64] [--repeat 5] [--out FILE]
 
 A heap is a list of tuples of small integers and strings (the kind that is worst for copies), or, in a second column,
-one numpy array. Times are wall-clock medians, milliseconds. ``round trip`` is a snapshot of a live environment and a
-restore of it, both complete, each one fork; ``bare`` is what the kernel alone takes for one: libc's fork of a process with
-that heap and this package's modules, until the child's first byte; ``cpu`` the processor time that trainer and workers spend in it, which is what an idle
-machine would need at most, whatever the load now. Written as JSON to
+one numpy array. Times are wall-clock medians, milliseconds. ``snapshot`` and ``restore`` are one fork each, complete;
+``round trip`` is both; ``bare`` is what the kernel alone takes for one: libc's fork of a process with that heap and
+this package's modules, until the child's first byte; ``cpu`` the processor time that trainer and workers spend in a
+round trip, which is what an idle machine would need at most, whatever the load now. Written as JSON to
 benchmarks/baselines/fork.json with the load of the machine, since the figures depend on it.
 """
 
@@ -230,8 +230,8 @@ def table(result: dict[str, Any]) -> str:
         pickled = other["pickle_dumps"]["p50"] + other["pickle_loads"]["p50"] if other else float("nan")
         lines.append(
             f"{name + ' MB':<24}{found['snapshot']['p50']:>9.2f}{found['restore']['p50']:>9.2f}"
-            f"{result['targets_ms'][megabytes] or 0:>8.1f}{found['bare']['p50']:>8.2f}{found['round_trip']['p50']:>11.2f}"
-            f"{found['step']['p50']:>8.3f}{found['cpu']['p50']:>8.2f}{deep:>11.1f}{pickled:>11.1f}"
+            f"{result['targets_ms'][megabytes] or 0:>8.1f}{found['bare']['p50']:>8.2f}"
+            f"{found['round_trip']['p50']:>11.2f}{found['step']['p50']:>8.3f}{found['cpu']['p50']:>8.2f}{deep:>11.1f}{pickled:>11.1f}"
         )
     for name, found in result["fork"].items():
         if "siblings" in found:
