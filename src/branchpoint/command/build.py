@@ -167,7 +167,7 @@ def sandbox(config: RunConfig) -> Sandbox:
     chosen, limits = config.sandbox, config.limits
     if chosen.kind == "process":
         return ForkServer(
-            preload=tuple(module for spec in config.envs for module in envs.preload(spec.name)),
+            preload=tuple(module for spec in config.envs for module in envs.preload(spec.name, spec.options)),
             step_timeout_s=limits.step_seconds,
             start_timeout_s=limits.start_seconds,
             memory_bytes=None if chosen.memory_mb is None else chosen.memory_mb << 20,

@@ -20,19 +20,21 @@ from branchpoint.world import Make, Step, Task, Transcript, World
 @dataclass(frozen=True, slots=True)
 class Listing:
     """A shipped environment, the module of its name in this folder. ``packages`` (as they are imported; ``extra``
-    installs them) and ``programs`` are what it needs beyond Branchpoint; ``preload``: what a process sandbox imports
-    once, before it forks worlds."""
+    installs them, or the command ``install``) and ``programs`` are what it needs beyond Branchpoint; ``preload``: what a
+    process sandbox imports once, before it forks worlds."""
 
     summary: str
     extra: str = ""
     packages: tuple[str, ...] = ()
     programs: Mapping[str, str] = field(default_factory=dict)  # name: how to get it
     preload: tuple[str, ...] = ()
+    install: str = ""
 
     def missing(self) -> str:
         """What is not here and how to get it, in a line; empty when the environment can run."""
         packages = [p for p in self.packages if find_spec(p) is None]
-        hints = [f'no package {packages[0]}: pip install "branchpoint[{self.extra}]"'] if packages else []
+        cure = self.install or f'pip install "branchpoint[{self.extra}]"'
+        hints = [f"no package {packages[0]}: {cure}"] if packages else []
         return "; ".join(hints + [f"no {p}: {cure}" for p, cure in self.programs.items() if which(p) is None])
 
 
@@ -44,6 +46,13 @@ LISTINGS: Mapping[str, Listing] = {
         preload=("branchpoint.env.alfworld_warm",),
     ),
     "backoffice": Listing("an order desk with tools, failures keyed by event, a scripted expert"),
+    "bfcl": Listing(
+        "BFCL multi-turn: 200 conversations, functions of eight simulated services",
+        packages=("bfcl_eval", "mpmath"),
+        preload=("branchpoint.env.bfcl_warm",),
+        install='pip install "branchpoint[bfcl]" && pip install --no-deps bfcl-eval==2026.3.23',
+    ),
+    "faults": Listing("any environment here, with tools that fail and a grader that errs, keyed by event"),
     "gym": Listing("any Gymnasium environment with text or discrete actions", "gym", ("gymnasium",)),
     "minigrid": Listing(
         "MiniGrid and BabyAI: the agent's view in words, a planner as expert", "minigrid", ("gymnasium", "minigrid")
@@ -124,6 +133,13 @@ def transcripts(name: str, **dials: Any) -> Iterable[Transcript] | None:
     return None if recorded is None else recorded(**dials)
 
 
-def preload(name: str) -> tuple[str, ...]:
-    """What a process sandbox should import once, before it forks worlds of this environment."""
-    return LISTINGS[name].preload if name in LISTINGS else ()
+def event_of(name: str) -> Any:
+    """The key rule that an environment declares for :mod:`branchpoint.env.faults`, or None."""
+    return getattr(_module(name), "event_of", None)
+
+
+def preload(name: str, dials: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    """What a process sandbox should import once, before it forks worlds of this environment; for one that wraps another
+    (a dial ``env``), what the other needs."""
+    wrapped = (dials or {}).get("env")
+    return (LISTINGS[name].preload if name in LISTINGS else ()) + (preload(str(wrapped)) if wrapped else ())

@@ -10,17 +10,29 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from branchpoint.env.backoffice.calls import schemas
+from branchpoint.env.backoffice.calls import TOOLS, Malformed, parse, schemas
 from branchpoint.env.backoffice.desk import LAST_DAY, TODAY
 from branchpoint.env.backoffice.dials import DEMO, POOLS, TEMPLATES, Dials
 from branchpoint.env.backoffice.expert import Expert
 from branchpoint.env.backoffice.luck import evaluation_noise
 from branchpoint.env.backoffice.scenario import Draw, diagnostic
 from branchpoint.env.backoffice.world import BackOffice
+from branchpoint.env.faults import Event
 from branchpoint.noise import digest
 from branchpoint.world import Message, Task
 
-__all__ = ["DEMO", "POOLS", "TEMPLATES", "BackOffice", "Dials", "evaluation_noise", "expert", "make", "tasks"]
+__all__ = [
+    "DEMO",
+    "POOLS",
+    "TEMPLATES",
+    "BackOffice",
+    "Dials",
+    "evaluation_noise",
+    "event_of",
+    "expert",
+    "make",
+    "tasks",
+]
 
 _RULES = f"""You work at the order desk of a shop and serve one customer's requests with tools. Today is day {TODAY}; \
 shipments can go out until day {LAST_DAY}. Amounts are in cents. An address changes, an order is cancelled and stock \
@@ -57,6 +69,16 @@ def tasks(split: str, n: int | None = None, seed: int = 0, **dials: Any) -> tupl
 def expert(task: Task) -> Expert:
     """A scripted agent for one episode of the task; it plays from observations alone."""
     return Expert(task)
+
+
+def event_of(action: str) -> Event | None:
+    """The key rule for :mod:`branchpoint.env.faults`: tool and resource ids of a well-formed call; None for others, and
+    for ``wait`` and ``finish``."""
+    call = parse(action)
+    if isinstance(call, Malformed) or call.problem or TOOLS[call.tool].kind == "control":
+        return None
+    resources = tuple(i or "" for i in call.key[1:])
+    return Event(call.tool, resources, TOOLS[call.tool].kind == "read")
 
 
 def _task(split: str, index: int, dials: dict[str, Any], prompt: tuple[Message, ...]) -> Task:

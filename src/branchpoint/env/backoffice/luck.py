@@ -12,6 +12,7 @@ from functools import cache
 from typing import Literal
 
 from branchpoint.env.backoffice.calls import TOOLS, Tool
+from branchpoint.env.faults import draw
 from branchpoint.noise import Key, Noise, digest
 from branchpoint.world import Task
 
@@ -34,7 +35,6 @@ MIXTURES: Mapping[Mixture, tuple[Kind, ...]] = {
     "challenge": (),
 }
 RETRY_AFTER = (5, 10, 20, 30)
-_LOW = 2**40 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +74,10 @@ def fate(noise: Noise, rate: float, mixture: Mixture, key: tuple[Key, ...], repe
     if mixture == "challenge":
         return Fate("transient") if TOOLS[tool].kind == "write" and repeat == 0 else None
     mix = weights(tool, mixture)
-    if noise.clean or rate <= 0 or not mix:
+    befallen = draw(noise, rate, mix, "fate", *key, repeat)
+    if befallen is None:
         return None
-    # Three uniforms from the 128 bits of the event's own hash: a generator an event would be most of a step's cost.
-    bits = digest(noise.seed, "fate", *key, repeat)
-    happens, which, detail = (bits >> 80) / 2**48, (bits >> 40 & _LOW) / 2**40, (bits & _LOW) / 2**40
-    if happens >= rate:
-        return None
-    kind = list(mix)[-1]
-    for candidate, weight in mix.items():
-        if which < weight:
-            kind = candidate
-            break
-        which -= weight
+    kind, detail = befallen
     if kind == "rate_limit":
         return Fate(kind, retry_after=RETRY_AFTER[int(detail * len(RETRY_AFTER))])
     return Fate(kind, pick=detail)
