@@ -7,6 +7,7 @@ byte, which ``bm25s`` does not; so the index is built without length normalisati
 from __future__ import annotations
 
 import functools
+import os
 import re
 from typing import Any
 
@@ -72,15 +73,29 @@ def rounded(length: int) -> int:
     return length if over < 0 else 24 + ((over >> shift) << shift)
 
 
+def _bm25s() -> Any:
+    """The package, without its progress bars (by its own switch): ``tqdm`` starts a thread and shares memory even for
+    hidden bars, and a process that does cannot be forked."""
+    before = os.environ.get("DISABLE_TQDM")
+    os.environ["DISABLE_TQDM"] = "1"
+    try:
+        import bm25s
+    except ImportError as error:
+        raise ImportError('WebShop needs bm25s: pip install "branchpoint[webshop]"') from error
+    finally:
+        if before is None:
+            del os.environ["DISABLE_TQDM"]
+        else:
+            os.environ["DISABLE_TQDM"] = before
+    return bm25s
+
+
 class Engine:
     """The index of all products."""
 
     def __init__(self) -> None:
         """Raises ImportError when ``bm25s`` is not installed."""
-        try:
-            import bm25s
-        except ImportError as error:
-            raise ImportError('WebShop needs bm25s: pip install "branchpoint[webshop]"') from error
+        bm25s = _bm25s()
         documents = [tokens(product.indexed) for product in products()]
         self._index = bm25s.BM25(k1=K1, b=0.0, method="lucene", dtype="float64")
         self._index.index(documents, create_empty_token=False, show_progress=False)
