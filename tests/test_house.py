@@ -16,8 +16,8 @@ FOLDERS = {p.name for p in SRC.iterdir() if (p / "__init__.py").exists()}
 NUMPY_ONLY = ["noise", "world", "tree", "ledger", "session", "watch", "scheduler", "rollout", "advantage"]
 ORDER = [*NUMPY_ONLY, "store", "pack", "loss", "kernel", "learner", "config", "plot", "train", "cli"]
 OPTIONAL = {
-    "peft", "gguf", "matplotlib", "alfworld", "bfcl_eval", "textworld", "fast_downward", "outlines_core", "llguidance", "tokenizers",
-    "gymnasium", "minigrid", "bm25s", "Stemmer", "rapidfuzz",
+    "peft", "gguf", "matplotlib", "alfworld", "textworld", "fast_downward", "outlines_core", "llguidance", "tokenizers",
+    "gymnasium", "minigrid", "bfcl_eval", "bm25s", "Stemmer", "rapidfuzz",
 }  # fmt: skip
 
 

@@ -222,7 +222,7 @@ def test_the_forms_of_a_call_and_a_reply() -> None:
     assert parse(" Hello ", RETAIL.tools) == Reply("Hello") == parse(call("respond", content="Hello"), RETAIL.tools)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from([RETAIL, AIRLINE]).flatmap(
         lambda d: st.tuples(st.just(d), st.from_regex(d.grammar, fullmatch=True))
@@ -382,3 +382,44 @@ def test_too_many_steps_cut_the_episode() -> None:
     last = world.step("")
     assert (last.truncated, last.reward, last.info["success"]) == (True, 0.0, False)
     assert world.step("more").done
+
+
+def test_the_event_of_a_call_is_its_tool_and_what_it_touches() -> None:
+    lookup = tau.event_of(call("get_order_details", order_id="#W1"))
+    assert lookup is not None
+    assert (lookup.key, lookup.reads) == (("get_order_details", "#W1"), True)
+    refund = {"item_ids": ["1"], "payment_method_id": "x"}
+    one = tau.event_of(call("return_delivered_order_items", order_id="#W1", **refund))
+    two = tau.event_of(call("return_delivered_order_items", order_id="#W1", **{**refund, "item_ids": ["2"]}))
+    assert one == two != lookup
+    assert one is not None
+    assert not one.reads
+    for nothing in ("Hello", call("think", thought="x"), call("calculate", expression="1"), '{"name"'):
+        assert tau.event_of(nothing) is None
+
+
+_TEXTS = st.text(max_size=12)
+_VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), _TEXTS, st.lists(_TEXTS, max_size=2))
+_TRUE = [(d, i, t) for d, split in ((RETAIL, "test"), (AIRLINE, "test")) for i in (0, 9, 33) for t in [split]]
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(_TRUE), st.data())
+def test_no_action_breaks_a_world(where: tuple[domains.Domain, int, str], data: st.DataObject) -> None:
+    """About 1,000 actions: calls with values of any type and with real ones, broken calls, any text."""
+    domain, index, split = where
+    world = tau.make(task(domain.name, split, index))
+    step = world.reset()
+    real = [args for _, args in domains.problems(domain.name, split)[index].actions]
+    for _ in range(9):
+        tool = data.draw(st.sampled_from(list(domain.tools.values())))
+        pool = {k: v for args in real for k, v in args.items()}
+        drawn = {k: data.draw(st.just(pool[k]) if k in pool else _VALUES) for k in tool.args}
+        drawn |= data.draw(st.dictionaries(st.sampled_from([*tool.args, "x"]), _VALUES, max_size=1))
+        action = data.draw(st.sampled_from([call(tool.name, **drawn)] * 4 + [call(tool.name, **drawn)[:-3]]) | _TEXTS)
+        step = world.step(action)
+        assert isinstance(json.dumps(dict(step.info), allow_nan=False), str)
+        step.observation.encode()
+        if step.done or step.truncated:
+            break
+    assert step.reward in (0.0, 1.0)

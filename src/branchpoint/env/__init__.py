@@ -20,8 +20,8 @@ from branchpoint.world import Make, Step, Task, Transcript, World
 @dataclass(frozen=True, slots=True)
 class Listing:
     """A shipped environment, the module of its name in this folder. ``packages`` (as they are imported; ``extra``
-    installs them, or the command ``install``) and ``programs`` are what it needs beyond Branchpoint; ``preload``: what a
-    process sandbox imports once, before it forks worlds."""
+    installs them, or the command ``install``) and ``programs`` are what it needs beyond Branchpoint; ``preload``: what
+    a process sandbox imports once, before it forks worlds."""
 
     summary: str
     extra: str = ""

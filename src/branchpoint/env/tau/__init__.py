@@ -19,6 +19,9 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from branchpoint.env.faults import Event
+from branchpoint.env.tau import airline, retail
+from branchpoint.env.tau.calls import Call, parse
 from branchpoint.env.tau.domains import SPLITS, Domain, load, problems
 from branchpoint.env.tau.expert import Expert
 from branchpoint.env.tau.user import STOP, Brief, User
@@ -26,7 +29,7 @@ from branchpoint.env.tau.world import Dials, TauWorld
 from branchpoint.noise import Noise, digest
 from branchpoint.world import Message, Task
 
-__all__ = ["SPLITS", "STOP", "Brief", "Dials", "TauWorld", "User", "expert", "make", "tasks"]
+__all__ = ["SPLITS", "STOP", "Brief", "Dials", "TauWorld", "User", "event_of", "expert", "make", "tasks"]
 
 _FORMAT = """# How to act
 Answer every turn with exactly one of two things: a tool call, a JSON object {"name": tool, "arguments": {...}} and \
@@ -34,6 +37,21 @@ nothing else; or plain text, which the user reads. The conversation ends when th
 
 # Tools
 """
+_ALL_TOOLS = {**retail.TOOLS, **airline.TOOLS}
+_RESOURCES = frozenset(
+    (
+        "order_id",
+        "user_id",
+        "product_id",
+        "reservation_id",
+        "email",
+        "last_name",
+        "zip",
+        "origin",
+        "destination",
+        "date",
+    )
+)
 
 
 def make(task: Task) -> TauWorld:
@@ -63,6 +81,16 @@ def expert(task: Task) -> Expert:
     """An agent that plays the correct calls of the task."""
     dials = Dials.of(task.metadata)
     return Expert(load(dials.domain), dials.problem)
+
+
+def event_of(action: str) -> Event | None:
+    """The key rule for :mod:`branchpoint.env.faults`: the tool and the ids, dates and places that a well-formed call
+    names; None for a reply, and for tools that touch no record."""
+    call = parse(action, _ALL_TOOLS)
+    if not isinstance(call, Call) or not (call.tool.kind == "write" or set(call.args) & _RESOURCES):
+        return None
+    resources = tuple(str(value) for name, value in call.args.items() if name in _RESOURCES)
+    return Event(call.tool.name, resources, call.tool.kind == "read")
 
 
 def system(domain: Domain) -> str:
