@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -80,7 +81,7 @@ def test_the_published_calls_win_all_200_tasks() -> None:
 def test_verdicts_are_those_of_the_packages_checker() -> None:
     """On the published calls, with one left out, with one turn left out, and with one played twice."""
     seen = []
-    for number in SOME:
+    for number in SOME[::2]:
         task, actions = ALL[number], script(ALL[number])
         calls = [i for i, action in enumerate(actions) if action != "done"]
         where = calls[number % len(calls)]
@@ -96,7 +97,7 @@ def test_verdicts_are_those_of_the_packages_checker() -> None:
             assert play(task, variant).info["success"] == verdict, (task.id, variant)
             assert play(late, variant).info["success"] == verdict
             seen.append(verdict)
-    assert 9 <= sum(seen) < len(seen) - 9
+    assert 5 <= sum(seen) < len(seen) - 5
 
 
 def test_results_are_those_of_the_packages_own_execution() -> None:
@@ -231,23 +232,38 @@ def test_what_the_grammar_matches_is_well_formed(action: str) -> None:
     assert (action == "done") == isinstance(said, Say) or isinstance(said, Malformed)
 
 
-_VALUES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.just([]), st.just({}))
+_ODD = (
+    None,
+    True,
+    0,
+    -1,
+    10**40,
+    1.5,
+    float("inf"),
+    "",
+    "x",
+    "\ud800",
+    "\u202e\x00",
+    "9" * 50,
+    [],
+    ["a", "a"],
+    [1],
+    {},
+)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(SOME), st.data())
-def test_no_action_breaks_a_world(number: int, data: st.DataObject) -> None:
-    """About 1,000 actions: known functions with values of any type, broken calls, any text."""
+@settings(max_examples=112, deadline=None, derandomize=True)
+@given(st.sampled_from(SOME), st.randoms(), st.text())
+def test_no_action_breaks_a_world(number: int, rng: random.Random, text: str) -> None:
+    """1,008 actions: known functions with values of any type, broken calls, any text."""
     world = bfcl.make(ALL[number])
     step = world.reset()
-    functions = bfcl.problems()[number].functions
     for _ in range(9):
-        document = data.draw(st.sampled_from(functions))
-        names = list(document["parameters"]["properties"])
-        kwargs = data.draw(st.dictionaries(st.sampled_from([*names, "x"]), _VALUES, max_size=4))
-        call = Call(document["name"], (), kwargs).text()
-        action = data.draw(st.sampled_from([f"[{call}]", call[:-3], f"[{call}, {call}]"]) | st.text(max_size=30))
-        step = world.step(action)
+        document = rng.choice(bfcl.problems()[number].functions)
+        names = [*document["parameters"]["properties"], "x"]
+        call = Call(document["name"], (), {k: rng.choice(_ODD) for k in names if rng.random() < 0.7}).text()
+        step = world.step(rng.choice([f"[{call}]", f"[{call}]", f"[{call}, {call}]", call[:-3], text]))
+        step.observation.encode()
         if step.done or step.truncated:
             break
         world.set_state(world.get_state())
