@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import json
+import lzma
 import pickle
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +55,29 @@ def test_the_expert_wins_every_task_with_actions_of_the_grammar(domain: str, spl
         for step, action in turns:
             assert grammar.fullmatch(action), action
             assert step.grammar == grammar.pattern
+
+
+def test_tools_answer_and_change_records_as_the_published_ones_do() -> None:
+    """Recorded with the original code: every answer, and which records have changed at the end of a sequence."""
+
+    def digest(text: str) -> str:
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    packed = (Path(__file__).parent / "data" / "tau_calls.jsonl.xz").read_bytes()
+    rows = [json.loads(line) for line in lzma.decompress(packed).splitlines()]
+    assert sum(len(calls) for _, calls, _ in rows) > 3000
+    for name, calls, end in rows:
+        domain, changes = domains.load(name), {}
+        for tool, args, expected in calls:
+            changes, text = domain.run(changes, tool, args)
+            assert expected == (text if expected.startswith("Error") else digest(text)), (tool, args, text)
+        changed = [
+            (table, key, fingerprint(record))
+            for table in sorted(changes)
+            for key, record in sorted(changes[table].items())
+            if fingerprint(record) != fingerprint(domain.tables[table].get(key))
+        ]
+        assert end == digest(repr(changed))
 
 
 def test_how_many_solutions_change_the_database() -> None:
