@@ -128,6 +128,7 @@ def main() -> None:
         "steps": {
             "walk_text": steps(train, walk=True),
             "walk_text_rich": steps(webshop.tasks("train", options.episodes, style="text_rich"), walk=True),
+            "walk_compact": steps(webshop.tasks("train", options.episodes, style="compact"), walk=True),
             "customer_text": steps(train, walk=False),
         },
         "times": times(train[0]),

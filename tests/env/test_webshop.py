@@ -125,6 +125,47 @@ def test_rich_text_marks_what_was_clicked() -> None:
     assert f"\n\n[clicked button] {shelf.asin} [clicked button_]\n" in world.step("click[< prev]").observation
 
 
+def test_a_visit_in_few_words() -> None:
+    purpose, shelf = with_options()
+    place = purpose.metadata["goal"]
+    goal = webshop.goals.goals("synthetic", 0)[place]
+    world, step = opened(task(place, style="compact"))
+    instruction = shelf.synthetic.text.removeprefix("Find me ").lower() if shelf.synthetic else ""
+    options = "".join(f"\n{name}: {value}" for name, value in goal.options)
+    assert step.observation == f"want {instruction}{options}\nunder {goal.limit:.0f}"
+    assert step.actions == ("find 1", "find 2", "find 3")
+    step = world.step("find 1")
+    lines = step.observation.split("\n")
+    place = 1 + world.get_state().found.index(goal.product)
+    assert lines[0] == "page 1"
+    assert len(lines) == 11
+    assert step.actions == ("back", "next", *(f"open {n}" for n in range(1, 11)))
+    step = world.step(f"open {place}")
+    title = re.findall(r"[a-z0-9]+(?:[.'-][a-z0-9]+)*", shelf.title.lower())
+    assert lines[place].startswith(f"{place} {' '.join(title[:5])} ")
+    first, *rest = step.observation.split("\n")
+    assert first.startswith(f"item {' '.join(title[:8])} ")
+    assert rest == [f"{name}: {' , '.join(values)}" for name, values in shelf.options.items()]
+    values = [value for group in shelf.options.values() for value in group]
+    assert step.actions == ("back", "prev", "buy", *(f"pick {value}" for value in values))
+    for name, value in goal.options:
+        step = world.step(f"pick {value}")
+        assert f"\n{name} = {value}" in step.observation
+    assert world.step("click[buy now]").observation == step.observation  # not an action of this style
+    assert world.step("prev").observation.split("\n")[place] == lines[place] + " seen"
+    assert world.step(f"open {place}").observation.split("\n")[1:] == rest
+    for _, value in goal.options:
+        world.step(f"pick {value}")
+    step = world.step("buy")
+    assert (step.observation, step.done, step.reward) == (f"done {step.reward:.2f}", True, own_score(goal))
+
+
+def own_score(goal: webshop.goals.Goal) -> float:
+    """What the text style gives for the goal's own product and options."""
+    place = webshop.goals.goals("synthetic", 0).index(goal)
+    return buy(task(place)).reward
+
+
 def test_a_new_result_page_forgets_the_options_and_the_search_page_all() -> None:
     purpose, shelf = with_options()
     value = next(iter(shelf.options.values()))[0]
@@ -305,6 +346,7 @@ def test_tasks_are_drawn_in_a_keyed_order() -> None:
         ("test", {"n": 501}, "n is 501; split 'test' has 500"),
         ("test", {"n": 0}, "n is 0"),
         ("test", {"style": "html"}, "style is 'html'; use one of 'text', 'text_rich'"),
+        ("test", {"style": "compact", "queries": "open"}, "style 'compact' has no open queries"),
         ("test", {"reward": "10"}, "reward is '10'"),
         ("test", {"layout": "mine"}, "layout is 'mine'"),
         ("test", {"max_steps": 0}, "max_steps is 0"),
@@ -345,9 +387,11 @@ def test_damaged_data_is_named(tmp_path: Path) -> None:
         catalog.read_products(tmp_path / "none.xz")
 
 
-@pytest.mark.parametrize("dials", [{}, {"style": "text_rich", "queries": "open", "source": "human"}])
+@pytest.mark.parametrize(
+    "dials", [{}, {"style": "compact"}, {"style": "text_rich", "queries": "open", "source": "human"}]
+)
 def test_the_contract_is_kept(dials: dict[str, Any]) -> None:
-    plan = ("search[lamp for the table]",) if dials else ()
+    plan = ("search[lamp for the table]",) if "queries" in dials else ()
     check_env(webshop.make, webshop.tasks("test", 1, **dials)[0], actions=plan).assert_ok()
 
 
@@ -400,7 +444,7 @@ ACTIONS = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(ACTIONS, max_size=25), st.sampled_from(["text", "text_rich"]), st.integers(0, 6909))
+@given(st.lists(ACTIONS, max_size=25), st.sampled_from(["text", "text_rich", "compact"]), st.integers(0, 6909))
 def test_no_action_breaks_a_visit(actions: list[str | int], style: str, goal: int) -> None:
     """Numbers stand for listed actions. Equal actions give equal steps, also after a state was carried over."""
     world, step = opened(task(goal, style=style, max_steps=20))
@@ -418,13 +462,14 @@ def test_no_action_breaks_a_visit(actions: list[str | int], style: str, goal: in
 def test_the_customer_buys_well_and_does_only_what_is_listed() -> None:
     scores = []
     for place in range(0, 120, 2):
-        turns = {}
-        for style in ("text", "text_rich"):
+        turns: dict[str, list[tuple[Step, str]]] = {}
+        for style in ("text", "text_rich", "compact"):
             purpose = task(place, style=style)
             turns[style], last = envs.play(webshop.make(purpose), webshop.expert(purpose))
             assert all(action in step.actions for step, action in turns[style])
             assert last.done
         assert [action for _, action in turns["text"]] == [action for _, action in turns["text_rich"]]
+        assert len(turns["compact"]) >= 3
         scores.append(last.info["score"])
     assert sum(score == 1 for score in scores) / len(scores) >= 0.8
     assert sum(scores) / len(scores) >= 0.88

@@ -57,7 +57,8 @@ def tasks(
         source: ``synthetic`` goals or those of ``human`` wording, all 13 of which are in ``test``.
         layout: where the splits lie in the published order of goals: ``paper`` or ``verl-agent``.
         price_seed: of the prices of 93 products with a price range, and of all price limits.
-        style: of observations. ``text``: strings with separators; ``text_rich``: lines with marked buttons.
+        style: of observations. ``text``: strings with separators; ``text_rich``: lines with marked buttons;
+            ``compact``: few words, for small models, with actions of their own.
         reward: what the learner sees at the purchase: the ``score`` in [0, 1], or 1 for ``success`` only.
         option_rule: how wanted options are compared with chosen values: ``pairs`` is the original's rule, by which 458
             of the 6,910 goals are out of reach for their own product; by ``values`` none is.
@@ -90,14 +91,14 @@ def tasks(
 
 
 def _task(goal: int, seed: int, dials: dict[str, Any]) -> Task:
-    return Task(
-        f"webshop/{dials['source']}/{goal}", "webshop", (Message("system", RULES),), seed, {"goal": goal, **dials}
-    )
+    prompt = () if dials["style"] == "compact" else (Message("system", RULES),)
+    return Task(f"webshop/{dials['source']}/{goal}", "webshop", prompt, seed, {"goal": goal, **dials})
 
 
 def expert(task: Task) -> Expert:
     """A scripted customer for one episode of the task; it plays from observations alone."""
-    return Expert(Dials.of(task).max_steps)
+    dials = Dials.of(task)
+    return Expert(dials.max_steps, dials.style)
 
 
 def preload() -> None:

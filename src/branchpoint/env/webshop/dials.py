@@ -8,7 +8,7 @@ from branchpoint.env.webshop.goals import Source, goals
 from branchpoint.env.webshop.reward import Rule
 from branchpoint.world import EnvironmentFailure, Task
 
-Style = Literal["text", "text_rich"]
+Style = Literal["text", "text_rich", "compact"]
 Reward = Literal["score", "success"]
 Queries = Literal["goal", "open"]
 
@@ -46,6 +46,8 @@ class Dials(NamedTuple):
                 return f"{name} is {value!r}; use one of {', '.join(map(repr, known))}"
             if not known and type(value) is not _TYPES[name]:
                 return f"{name} is {value!r}; use {'true or false' if _TYPES[name] is bool else 'an integer'}"
+        if self.style == "compact" and (self.queries == "open" or self.show_attributes):
+            return "style 'compact' has no open queries and no attribute pages; leave both dials as they are"
         if self.max_steps < 1:
             return f"max_steps is {self.max_steps}; use a positive integer"
         if not 0 <= self.goal < len(goals(self.source, self.price_seed)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from branchpoint.env.webshop import words
 from branchpoint.world import Step
@@ -16,7 +16,7 @@ LOOKS = 5
 _MARK = re.compile(r"^\s*\[((?:clicked )?button)\] (.*) \[\1_\]$")
 _ASIN = re.compile(r"[A-Z0-9]{10}")
 _DOLLARS = re.compile(r"\$(\d+(?:\.\d+)?)")
-_NAME = re.compile(r"(?:^|, and )([^:,]+): ")
+_PRICE = re.compile(r" (\d+)(?: to (\d+))?(?: seen)?$")
 
 
 class Price(NamedTuple):
@@ -25,43 +25,64 @@ class Price(NamedTuple):
     low: float
     high: float
 
-    @classmethod
-    def of(cls, tag: str) -> Price:
-        """Of the tag that a page shows."""
-        amounts = [float(amount) for amount in _DOLLARS.findall(tag)] or [0.0]
-        return cls(amounts[0], amounts[-1])
-
     def strain(self, limit: float) -> float:
         """1 above the limit; 0.5 so far below it that something dearer is probably meant, since limits lie at most 40
         dollars above the price; else 0."""
         return 1.0 if self.low > limit else 0.5 if self.high < limit - 40 else 0.0
 
 
-class Hit(NamedTuple):
-    """A product on a page of results."""
+class View(NamedTuple):
+    """A page as the customer sees it. ``goal``: where the page tells it. ``hits``: prices by what opens a product, in
+    order. ``options`` and ``price``: of the product that is open."""
 
-    asin: str
-    title: str
-    price: Price
-
-
-class Offer(NamedTuple):
-    """A product's page: its title, its options by name, its price."""
-
-    title: str
-    options: Mapping[str, tuple[str, ...]]
-    price: Price
+    page: str
+    goal: str = ""
+    hits: Mapping[str, Price] = {}
+    options: Mapping[str, tuple[str, ...]] = {}
+    price: Price = Price(0, 0)
 
 
-class Verdict(NamedTuple):
-    """How a product fits: the values to choose, in order, and what is missing (0: nothing known)."""
+class Reader(Protocol):
+    """Reads the pages of a style and words its actions."""
 
-    choose: tuple[str, ...]
-    missing: float
+    def read(self, step: Step) -> View: ...
+    def search(self, step: Step, query: str, number: int) -> str: ...
+    def open(self, hit: str) -> str: ...
+    def pick(self, value: str) -> str: ...
+    def press(self, button: str) -> str: ...
 
 
-def strings(observation: str) -> list[str]:
-    """The visible strings of a page, of either style, from the instruction on."""
+class Full:
+    """The styles ``text`` and ``text_rich``."""
+
+    def read(self, step: Step) -> View:
+        page = _strings(step.observation)
+        if "Buy Now" in page:
+            at = max(i for i, text in enumerate(page) if text.startswith("Price: "))
+            clickable = frozenset(action[len("click[") : -1] for action in step.actions)
+            options = _options(page[page.index("< Prev") + 1 : at - 1], clickable)
+            return View("item", page[0], options=options, price=_tag(page[at]))
+        if any(text.startswith("Page ") for text in page[:4]):
+            rows = zip(page, page[1:], page[2:], strict=False)
+            hits = {code: _tag(tag) for code, _, tag in rows if _ASIN.fullmatch(code) and "$" in tag}
+            return View("results", page[0], hits)
+        return View("index", page[0])
+
+    def search(self, step: Step, query: str, number: int) -> str:
+        return f"search[{query}]"
+
+    def open(self, hit: str) -> str:
+        return f"click[{hit.lower()}]"
+
+    def pick(self, value: str) -> str:
+        return f"click[{value}]"
+
+    def press(self, button: str) -> str:
+        return {"buy": "click[buy now]", "prev": "click[< prev]", "back": "click[back to search]"}[button]
+
+
+def _strings(observation: str) -> list[str]:
+    """The visible strings of a page from the instruction on."""
     if " [SEP] " in observation:
         found = observation.split(" [SEP] ")
     else:
@@ -70,41 +91,76 @@ def strings(observation: str) -> list[str]:
     return found[found.index("Instruction:") + 1 :]
 
 
-def hits(page: list[str]) -> list[Hit]:
-    """The products of a page of results."""
-    rows = zip(page, page[1:], page[2:], strict=False)
-    return [Hit(code, title, Price.of(tag)) for code, title, tag in rows if _ASIN.fullmatch(code) and "$" in tag]
+def _tag(text: str) -> Price:
+    amounts = [float(amount) for amount in _DOLLARS.findall(text)] or [0.0]
+    return Price(amounts[0], amounts[-1])
 
 
-def offer(page: list[str], clickable: frozenset[str]) -> Offer:
-    """What a product page offers; ``clickable``: what can be clicked on it, which tells values from names."""
-    at = max(i for i, text in enumerate(page) if text.startswith("Price: "))
+def _options(texts: list[str], clickable: frozenset[str]) -> dict[str, tuple[str, ...]]:
+    """Values by name: of the strings between the buttons and the title, those that can be clicked are values."""
     options: dict[str, list[str]] = {}
     values: list[str] = []
-    for text in page[page.index("< Prev") + 1 : at - 1]:
+    for text in texts:
         if text in clickable:
             values.append(text)
         else:
             values = options.setdefault(text, [])
-    return Offer(page[at - 1], {name: tuple(v) for name, v in options.items()}, Price.of(page[at]))
+    return {name: tuple(values) for name, values in options.items()}
 
 
-def judge(goal: str, product: Offer) -> Verdict:
+class Brief:
+    """The style ``compact``."""
+
+    def read(self, step: Step) -> View:
+        first, *lines = step.observation.split("\n")
+        if first.startswith("item "):
+            pairs = (line.partition(": ") for line in lines if ": " in line)
+            options = {name: tuple(values.split(" , ")) for name, _, values in pairs}
+            return View("item", options=options, price=_last(first))
+        if first.startswith("page "):
+            return View("results", hits={line.split(" ")[0]: _last(line) for line in lines})
+        limit = lines.pop().removeprefix("under ") if lines and lines[-1].startswith("under ") else ""
+        options = f" with {', and '.join(lines)}" if lines else ""
+        priced = f", and price lower than {limit}.00 dollars" if limit else ""
+        return View("index", first.removeprefix("want ") + options + priced)
+
+    def search(self, step: Step, query: str, number: int) -> str:
+        return step.actions[min(number, len(step.actions) - 1)]
+
+    def open(self, hit: str) -> str:
+        return f"open {hit}"
+
+    def pick(self, value: str) -> str:
+        return f"pick {value}"
+
+    def press(self, button: str) -> str:
+        return button
+
+
+def _last(line: str) -> Price:
+    found = _PRICE.search(line)
+    low, high = (found[1], found[2] or found[1]) if found else ("0", "0")
+    return Price(float(low), float(high))
+
+
+class Verdict(NamedTuple):
+    """How a product fits: the values to choose, in order, and how much is missing (0: nothing known)."""
+
+    choose: tuple[str, ...]
+    missing: float
+
+
+def judge(goal: str, offer: View) -> Verdict:
     """Which values to choose for a goal, and how much is wanted that the page does not offer."""
-    wanted, options = words.parts(goal)
-    named = _NAME.findall(options)
-    picks = {name: _pick(f"{name}: ", options, values) for name, values in product.options.items()}
-    if not named:
-        picks = {name: _mentioned(wanted, values) for name, values in product.options.items()}
-    missing = sum(not picks.get(name) for name in named) + product.price.strain(words.limit(goal))
+    wanted, text = words.parts(goal)
+    named = dict(words.named(text))
+    if named:
+        picks = {name: named.get(name, "") for name in offer.options}
+        picks = {name: value if value in offer.options[name] else "" for name, value in picks.items()}
+    else:
+        picks = {name: _mentioned(wanted, values) for name, values in offer.options.items()}
+    missing = sum(not picks.get(name) for name in named) + offer.price.strain(words.limit(goal))
     return Verdict(tuple(filter(None, picks.values())), missing)
-
-
-def _pick(prefix: str, options: str, values: tuple[str, ...]) -> str:
-    """The value that the goal names for an option, the longest of several; empty when the page has none."""
-    starts = [m.end() for m in re.finditer(rf"(?:^|, and ){re.escape(prefix)}", options)]
-    fits = [v for v in values for at in starts if re.match(rf"{re.escape(v)}(?:$|, and )", options[at:])]
-    return max(fits, key=len, default="")
 
 
 def _mentioned(wanted: str, values: tuple[str, ...]) -> str:
@@ -117,10 +173,12 @@ def _mentioned(wanted: str, values: tuple[str, ...]) -> str:
 class Expert:
     """Plays one episode: ``act(step)`` takes the steps in order, the reset's first."""
 
-    def __init__(self, max_steps: int = 15) -> None:
+    def __init__(self, max_steps: int = 15, style: str = "text") -> None:
         self._left = max_steps
-        self._queries: list[str] = []
-        self._hits: list[Hit] = []
+        self._say: Reader = Brief() if style == "compact" else Full()
+        self._goal = ""
+        self._searches = 0
+        self._hits: list[str] = []
         self._verdicts: dict[str, Verdict] = {}
         self._open = ""
         self._final = ""
@@ -129,41 +187,41 @@ class Expert:
     def act(self, step: Step) -> str:
         """The next action."""
         self._left -= 1
-        page = strings(step.observation)
-        if "Buy Now" in page:
-            return self._at_item(page, step)
-        if any(text.startswith("Page ") for text in page[:4]):
-            return self._at_results(page)
-        if not self._hits and not self._queries:
-            self._queries = list(words.queries(page[0]))
-        return f"search[{self._queries.pop(0) if self._queries else page[0]}]"
+        view = self._say.read(step)
+        self._goal = self._goal or view.goal
+        if view.page == "item":
+            return self._at_item(view)
+        if view.page == "results":
+            return self._at_results(view)
+        queries = words.queries(self._goal)
+        self._searches += 1
+        return self._say.search(step, queries[(self._searches - 1) % len(queries)], self._searches - 1)
 
-    def _at_results(self, page: list[str]) -> str:
-        limit = words.limit(page[0])
+    def _at_results(self, view: View) -> str:
+        limit = words.limit(self._goal)
         if not self._hits:
-            self._hits = sorted(hits(page), key=lambda hit: hit.price.strain(limit))
+            self._hits = sorted(view.hits, key=lambda hit: view.hits[hit].strain(limit))
         if not self._hits:
-            return "click[back to search]"
+            return self._say.press("back")
         self._open = self._final or self._fresh()[0]
-        return f"click[{self._open.lower()}]"
+        return self._say.open(self._open)
 
-    def _at_item(self, page: list[str], step: Step) -> str:
+    def _at_item(self, view: View) -> str:
         if self._chosen is None and self._open not in self._verdicts:
-            clickable = frozenset(action[len("click[") : -1] for action in step.actions)
-            self._verdicts[self._open] = judge(page[0], offer(page, clickable))
+            self._verdicts[self._open] = judge(self._goal, view)
         if self._chosen is None and self._verdicts[self._open].missing:
-            if not self._time_to_look(page[0]):
-                self._final = min(self._verdicts, key=lambda asin: self._verdicts[asin].missing)
+            if not self._time_to_look():
+                self._final = min(self._verdicts, key=lambda hit: self._verdicts[hit].missing)
             if self._final != self._open:
-                return "click[< prev]"
+                return self._say.press("prev")
         if self._chosen is None:
             self._chosen = list(self._verdicts[self._open].choose)
-        return f"click[{self._chosen.pop(0)}]" if self._chosen else "click[buy now]"
+        return self._say.pick(self._chosen.pop(0)) if self._chosen else self._say.press("buy")
 
     def _fresh(self) -> list[str]:
-        return [hit.asin for hit in self._hits if hit.asin not in self._verdicts]
+        return [hit for hit in self._hits if hit not in self._verdicts]
 
-    def _time_to_look(self, goal: str) -> bool:
+    def _time_to_look(self) -> bool:
         """Whether one more product can be opened, and then the best one be opened again, configured and bought."""
-        wanted = max(1, len(_NAME.findall(words.parts(goal)[1])))
+        wanted = max(1, len(words.named(words.parts(self._goal)[1])))
         return len(self._verdicts) < LOOKS and bool(self._fresh()) and self._left >= 4 + wanted

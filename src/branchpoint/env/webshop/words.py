@@ -7,7 +7,7 @@ import re
 _PRICE = re.compile(r",? and price lower than (\d+\.\d\d) dollars$")
 _OPENING = re.compile(r"^find me ")
 _OPTIONS = re.compile(r" with ((?:(?! with )[^:,])+: .*)$")
-_VALUE = re.compile(r"(?:^|, and )[^:,]+: ")
+_NAME = re.compile(r"(?:^|, and )([^:,]+): ")
 _CUT = re.compile(r",? (?:with|for|and|that|which|in) |[,.?!;] ")
 _BLANKS = re.compile(r"[\s\[\]]+")
 MOST = 8
@@ -26,11 +26,18 @@ def parts(goal: str) -> tuple[str, str]:
     return (wanted[: found.start()], found[1]) if found else (wanted, "")
 
 
+def named(options: str) -> list[tuple[str, str]]:
+    """Name and value of each option of :func:`parts`."""
+    found = list(_NAME.finditer(options))
+    ends = [match.start() for match in found[1:]] + [len(options)]
+    return [(match[1], options[match.end() : end]) for match, end in zip(found, ends, strict=False)]
+
+
 def queries(goal: str) -> tuple[str, ...]:
     """Up to 8 texts to search for, all cut from the goal: everything, without the options, with their values only, and
     the single phrases. The first ones find the most."""
     wanted, options = parts(goal)
-    values = _VALUE.sub(" ", options)
+    values = " ".join(value for _, value in named(options))
     phrases = [phrase for phrase in _CUT.split(wanted) if phrase]
     texts = [f"{wanted} {options}", wanted, f"{phrases[-1]} {values}" if phrases else "", *phrases]
     clean = (_BLANKS.sub(" ", text).strip() for text in texts)

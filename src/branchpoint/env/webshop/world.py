@@ -6,7 +6,7 @@ import json
 import re
 from typing import Literal, NamedTuple
 
-from branchpoint.env.webshop import pages, words
+from branchpoint.env.webshop import compact, pages, words
 from branchpoint.env.webshop.catalog import numbers, products
 from branchpoint.env.webshop.dials import Dials
 from branchpoint.env.webshop.goals import goals, prices
@@ -63,10 +63,12 @@ class WebShop:
         self._dials = Dials.of(task)
         self._goal = goals(self._dials.source, self._dials.price_seed)[self._dials.goal]
         self._queries = words.queries(self._goal.text) if self._dials.queries == "goal" else ()
+        self._compact = self._dials.style == "compact"
         self._noise = Noise(task.seed)
         self._visit = Visit()
         self._page: pages.Page = ()
         self._targets: dict[str, pages.Piece] = {}
+        self._offered: dict[str, str] = {}
 
     def reseed(self, noise: Noise) -> None:
         """The luck to use from now on; only ``search[<r>]``, random products, draws from it."""
@@ -94,7 +96,7 @@ class WebShop:
         if before.over:
             raise EnvironmentFailure("WebShop: the visit has not started or is over; call reset()")
         visit, outcome = before, None
-        name, argument = parse(action)
+        name, argument = parse(self._offered.get(action.strip(), "") if self._compact else action)
         if name == "search" and argument and (before.page == "index" or self._dials.search_anywhere):
             visit = self._search(tuple(argument.split(" ")))
         elif name == "click" and argument == pages.BUY.lower() and argument in self._targets:
@@ -154,6 +156,7 @@ class WebShop:
         self._visit = visit
         self._page = self._render(visit)
         self._targets = pages.targets(self._page)
+        self._offered = self._offers()
 
     def _render(self, visit: Visit) -> pages.Page:
         goal = self._goal.text
@@ -174,20 +177,37 @@ class WebShop:
         info = {"success": score == 1, "score": score, "page": visit.page, "steps": visit.steps, "valid": valid}
         if outcome is not None:
             info |= {f"{name}_part": value for name, value in outcome._asdict().items() if name != "score"}
-        actions, grammar = ((), "") if visit.over else (self._actions(), self._grammar())
+        actions, grammar = ((), "") if visit.over else (tuple(self._offered), self._grammar())
         cut = visit.over and outcome is None
         return Step(self._observation(), reward, outcome is not None, cut, actions, grammar, info)
 
     def _observation(self) -> str:
+        if self._compact:
+            return self._few_words()
         if self._dials.style == "text":
             return pages.text(self._page)
         address = f"{'+'.join(self._visit.keywords)}/{json.dumps(dict(self._visit.options))}"
         return pages.rich(self._page, address, self._visit.seen)
 
-    def _actions(self) -> tuple[str, ...]:
+    def _few_words(self) -> str:
+        visit = self._visit
+        match visit.page:
+            case "results":
+                return compact.results([products()[n] for n in visit.found], visit.number, visit.seen)
+            case "item":
+                return compact.item(products()[visit.item], dict(visit.options))
+            case "done":
+                return compact.done(visit.score)
+        return compact.index(self._goal.text)
+
+    def _offers(self) -> dict[str, str]:
+        """What ``Step.actions`` lists, each with the action of the original that it stands for."""
         if self._visit.page == "index":
-            return tuple(f"search[{text}]" for text in self._queries)
-        return tuple(f"click[{text}]" for text in self._targets)
+            searches = [f"search[{text}]" for text in self._queries]
+            return dict(zip(compact.FINDS if self._compact else searches, searches, strict=False))
+        if self._compact:
+            return {action: f"click[{argument}]" for action, argument in compact.actions(self._targets).items()}
+        return {action: action for action in (f"click[{argument}]" for argument in self._targets)}
 
     def _grammar(self) -> str:
         if self._dials.queries == "goal":
