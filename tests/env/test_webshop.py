@@ -333,6 +333,7 @@ def test_tasks_are_drawn_in_a_keyed_order() -> None:
     some, more = webshop.tasks("test", 5, seed=3), webshop.tasks("test", 20, seed=3)
     assert more[:5] == some
     assert some != webshop.tasks("test", 5, seed=4)
+    assert not {t.id for t in some} & {t.id for t in webshop.tasks("test", price_seed=1)}
     assert len({t.id for t in webshop.tasks("train")}) == 5410
     assert all(json.loads(json.dumps(dict(t.metadata))) == t.metadata for t in some)
     assert not {t.id for t in webshop.tasks("train")} & {t.id for t in webshop.tasks("val")}

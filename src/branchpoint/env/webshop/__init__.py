@@ -92,7 +92,9 @@ def tasks(
 
 def _task(goal: int, seed: int, dials: dict[str, Any]) -> Task:
     prompt = () if dials["style"] == "compact" else (Message("system", RULES),)
-    return Task(f"webshop/{dials['source']}/{goal}", "webshop", prompt, seed, {"goal": goal, **dials})
+    other_prices = f"/prices-{dials['price_seed']}" if dials["price_seed"] else ""
+    name = f"webshop/{dials['source']}/{goal}{other_prices}"
+    return Task(name, "webshop", prompt, seed, {"goal": goal, **dials})
 
 
 def expert(task: Task) -> Expert:
