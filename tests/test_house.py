@@ -17,7 +17,7 @@ NUMPY_ONLY = ["noise", "world", "tree", "ledger", "session", "watch", "scheduler
 ORDER = [*NUMPY_ONLY, "store", "pack", "loss", "kernel", "learner", "config", "plot", "train", "cli"]
 OPTIONAL = {
     "peft", "gguf", "matplotlib", "alfworld", "textworld", "fast_downward", "outlines_core", "llguidance", "tokenizers",
-    "gymnasium", "minigrid", "verifiers", "bfcl_eval", "bm25s", "Stemmer", "rapidfuzz",
+    "gymnasium", "minigrid", "verifiers", "openenv", "uvicorn", "bfcl_eval", "bm25s", "Stemmer", "rapidfuzz",
 }  # fmt: skip
 
 
