@@ -207,6 +207,41 @@ def test_compact_play_is_the_same_play(cache: str) -> None:
     compact.close()
 
 
+def test_the_mark_dial_marks_what_the_goal_names_and_changes_nothing_else(cache: str) -> None:
+    worlds = [alfworld.make(dialled(SMALL[3], cache=cache, style="compact", mark=mark)) for mark in (False, True)]
+    plain, marked = (world.reset() for world in worlds)
+    task, *words = plain.observation.splitlines()[0].split()
+    assert (task, marked.observation.splitlines()[0]) == ("task", plain.observation.splitlines()[0])
+    luck, marks = random.Random(0), 0
+    for _ in range(15):
+        seen = marked.observation.split()
+        assert [word for word in seen if word != "*"] == plain.observation.split()
+        behind = {seen[i + 1] for i, word in enumerate(seen) if word == "*"}
+        assert behind == {word for word in seen if "_" in word and word.split("_")[0] in words}
+        assert (plain.actions, plain.reward, plain.info) == (marked.actions, marked.reward, marked.info)
+        marks += len(behind)
+        action = luck.choice(plain.actions)
+        plain, marked = (world.step(action) for world in worlds)
+    assert marks
+    for world in worlds:
+        world.close()
+    with pytest.raises(ValueError, match="mark needs style 'compact'"):
+        alfworld.tasks("valid_seen", 1, mark=True)
+
+
+def test_recorded_episodes_are_marked_as_the_world_marks_them(cache: str) -> None:
+    recorded = alfworld.transcripts(style="compact", drop=True, mark=True, max_steps=30, cache=cache)
+    assert recorded is not None
+    task, turns = next(p for p in recorded if int(p[0].metadata["game"].split("/")[0].rsplit("-", 1)[1]) > 400)
+    world = alfworld.make(task)
+    step = world.reset()
+    for shown, action in turns:
+        assert (step.observation, step.actions) == (shown.observation, shown.actions)
+        step = world.step(action)
+    assert step.info["success"]
+    world.close()
+
+
 def test_the_drop_dial_takes_out_what_changes_nothing(cache: str) -> None:
     worlds = [alfworld.make(dialled(SMALL[4], cache=cache, drop=drop)) for drop in (False, True)]
     whole, dropped = (world.reset() for world in worlds)

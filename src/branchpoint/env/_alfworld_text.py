@@ -74,6 +74,20 @@ class Goal:
             return f"{self.change} {self.item} put in {self.place}"
         return f"put {'two ' if self.many == 2 else ''}{self.item} in {self.place}"
 
+    def mark(self, observation: str) -> str:
+        """A compact observation with ``*`` before everything of a type that the goal names: ``see pen_2 * laptop_1``.
+
+        The line that states the goal stays as it is. Nothing is added that the text does not say already.
+        """
+        names = {self.item, self.place, self.lamp}
+        lines = observation.split("\n")
+        return "\n".join(
+            line
+            if line.startswith("task ")
+            else " ".join(f"* {w}" if w.partition("_")[0] in names else w for w in line.split())
+            for line in lines
+        )
+
     @classmethod
     def of(cls, task_type: str, params: dict[str, Any]) -> Goal:
         """The goal of a game from its task type and parameters."""

@@ -6,6 +6,8 @@ The games ship with the package; the engine needs ``pip install "branchpoint[alf
 Dials (``Task.metadata``, set by :func:`tasks`):
 
 * ``style``: ``full`` (the original text) or ``compact`` (few words, ``desk_1`` for ``desk 1``).
+* ``mark``: put ``*`` before the things and places that the goal names (compact style), as in ``see pen_2 * laptop_1``.
+  Easier than the game itself: a small model needs not compare the words.
 * ``drop``: take help, look, inventory and examine out of the admissible commands.
 * ``max_steps``: the step limit, 50 as in the ALFWorld paper (Shridhar et al., 2021, https://arxiv.org/abs/2010.03768).
 * ``cache``: a folder for translated problems, which makes loading a game about ten times faster from the second time
@@ -88,6 +90,7 @@ class AlfworldWorld:
         won = self._game.won
         truncated = not won and self._steps >= self._dials.max_steps
         self._over = won or truncated
+        observation = self._goal.mark(observation) if self._dials.mark else observation
         info = {"success": won, "steps": self._steps, "game": self._dials.game}
         return Step(observation, float(won), won, truncated, tuple(sorted(self._offered)), info=info)
 
@@ -100,6 +103,7 @@ class Dials(NamedTuple):
     drop: bool = False
     max_steps: int = 50
     cache: str | None = None
+    mark: bool = False
 
     @classmethod
     def of(cls, task: Task) -> Dials:
@@ -109,6 +113,8 @@ class Dials(NamedTuple):
         dials = cls(**given)
         if dials.style not in ("full", "compact"):
             raise EnvironmentFailure(f"task {task.id}: style is {dials.style!r}; use 'full' or 'compact'")
+        if dials.mark and dials.style != "compact":
+            raise EnvironmentFailure(f"task {task.id}: mark needs style 'compact', found {dials.style!r}")
         if not isinstance(dials.max_steps, int) or dials.max_steps < 1:
             raise EnvironmentFailure(f"task {task.id}: max_steps is {dials.max_steps!r}; use a positive integer")
         return dials
@@ -134,6 +140,7 @@ def tasks(
     drop: bool = False,
     max_steps: int = 50,
     cache: str | None = None,
+    mark: bool = False,
 ) -> tuple[Task, ...]:
     """``n`` games of a split (all when None) in an order keyed by ``seed``; splits never share a game.
 
@@ -145,10 +152,12 @@ def tasks(
     if unknown := [kind for kind in kinds if kind not in TASK_TYPES]:
         raise ValueError(f"task_types has {unknown[0]!r}; use some of {', '.join(TASK_TYPES)}")
     games = [entry for entry in data.index().values() if entry.split == split and entry.task_type in kinds]
+    if mark and style != "compact":
+        raise ValueError(f"mark needs style 'compact', found {style!r}")
     if n is not None and not 0 < n <= len(games):
         raise ValueError(f"n is {n}; {split} has {len(games)} games of these task types")
     order = Noise(seed).at("alfworld", "order", split).permutation(len(games))
-    dials = {"style": style, "drop": drop, "max_steps": max_steps, "cache": cache}
+    dials = {"style": style, "drop": drop, "max_steps": max_steps, "cache": cache, "mark": mark}
     return tuple(_task(games[i], seed, dials) for i in order[:n])
 
 
@@ -240,14 +249,22 @@ def transcripts(
     """Recorded episodes that ship with the package and fit the dials (the first ``n``), or None when none does.
 
     They were won by the frequency-weighted explorer on training games of the types pick_and_place_simple and
-    look_at_obj_in_light, with ``style="compact"`` and ``drop=True``. Any ``max_steps`` and ``cache`` fit: the tasks
-    returned carry the given ones.
+    look_at_obj_in_light, with ``style="compact"`` and ``drop=True``. Any ``max_steps``, ``cache`` and ``mark`` fit: the
+    tasks returned carry the given ones, and the marks are set here as the world sets them.
     """
     kinds = TASK_TYPES if task_types is None else tuple(task_types)
-    free = {name: dials.pop(name) for name in ("max_steps", "cache") if name in dials}
+    free = {name: dials.pop(name) for name in ("max_steps", "cache", "mark") if name in dials}
     chosen = []
     for task, turns, _ in load_episodes(data.folder() / "transcripts.jsonl.xz"):
         fits = all(task.metadata.get(name) == value for name, value in dials.items())
         if fits and task.metadata["task_type"] in kinds and len(turns) <= free.get("max_steps", len(turns)):
-            chosen.append((replace(task, metadata={**task.metadata, **free}), turns))
+            shown = _marked(turns) if free.get("mark") else turns
+            chosen.append((replace(task, metadata={**task.metadata, **free}), shown))
     return tuple(chosen[:n]) or None
+
+
+def _marked(turns: tuple[tuple[Step, str], ...]) -> tuple[tuple[Step, str], ...]:
+    """Recorded turns as they look with ``mark``."""
+    goal = text.read_goal(turns[0][0].observation)
+    assert goal is not None
+    return tuple((replace(step, observation=goal.mark(step.observation)), action) for step, action in turns)
