@@ -13,7 +13,7 @@ LONGEST = 4000
 """Characters of an action beyond which it is refused unread."""
 _LARGEST = 1e30
 _CODE = re.compile(r"[\[{]|[A-Za-z_][\w.]*\(")
-_STRING = r"""(?:'(?:[^'\\\n]|\\['"\\nrt])*'|"(?:[^"\\\n]|\\['"\\nrt])*")"""
+_STRING = r"""(?:'(?:[^'\\\x00-\x1f]|\\['"\\nrt])*'|"(?:[^"\\\x00-\x1f]|\\['"\\nrt])*")"""
 _INTEGER = "-?(?:0|[1-9][0-9]{0,14})"
 _NUMBER = rf"{_INTEGER}(?:\.[0-9]{{1,12}})?"
 _SCALARS = {"string": _STRING, "integer": _INTEGER, "float": _NUMBER, "boolean": "(?:True|False)"}
