@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from branchpoint import env as envs
@@ -298,8 +300,33 @@ def test_by_name_with_a_patient_expert() -> None:
     assert length[0.3] > 1.2 * length[0.0]
 
 
+@pytest.mark.parametrize("luck", ["training", "held_out"])
+def test_the_patient_expert_survives_every_fault(luck: str) -> None:
+    """Also where the inner expert cannot read what it is told; without a fault its errors stay its own."""
+    tasks = envs.tasks("faults", "train", 12, p=0.5, luck=luck, dials=dict(backoffice.DEMO))
+    ends = [envs.play(faults.make(t), faults.expert(t), 20)[1] for t in tasks]
+    assert sum(bool(e.info.get("success")) for e in ends) > 2
+
+    class Broken:
+        def act(self, step: Step) -> str:
+            raise ValueError("cannot read")
+
+    with pytest.raises(ValueError, match="cannot read"):
+        faults.Patient(Broken()).act(Step("hello"))
+
+
 def _json(task: Task) -> Task:
     return Task(task.id, task.root, task.prompt, task.seed, json.loads(json.dumps(task.metadata)))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.text(max_size=200) | st.sampled_from([use(t, i) for t in TOOLBOX for i in "ab"]), max_size=20))
+def test_no_text_breaks_it_and_equal_texts_give_equal_episodes(texts: list[str]) -> None:
+    def seen() -> list[Any]:
+        world, _ = shelf(Noise(5), p=0.5, q=0.5, q_up=0.5)
+        return [(s.observation, s.reward, s.info) for s in map(world.step, texts)]
+
+    assert seen() == seen()
 
 
 @pytest.mark.parametrize("dials", [{"luck": "training"}, {"luck": "held_out", "dials": {"style": "compact"}}])

@@ -358,16 +358,22 @@ def tasks(
 
 
 class Patient:
-    """An environment's own expert that tries again what failed for now. It does not see faults that show in no error:
-    a stale answer or half of one it takes for the truth."""
+    """An environment's own expert that asks again for what failed for now or was cut. It shows it the other faults as
+    they are; where it can make nothing of one, the last action is played again, and the episode may be lost."""
 
     def __init__(self, agent: envs.Agent) -> None:
-        self._agent, self._last = agent, ""
+        self._agent, self._last, self._met = agent, "", False
 
     def act(self, step: Step) -> str:
-        if self._last and step.info.get("fate") in ("transient", "rate_limit"):
+        fate = step.info.get("fate")
+        self._met = self._met or fate is not None
+        if self._last and fate in ("transient", "rate_limit", "partial"):
             return self._last
-        self._last = self._agent.act(step)
+        try:
+            self._last = self._agent.act(step)
+        except Exception:
+            if not (self._met and self._last):
+                raise
         return self._last
 
 

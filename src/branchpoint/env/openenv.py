@@ -34,8 +34,10 @@ def _package() -> Any:
     try:
         import openenv.core as core
         import openenv.core.env_server as server
-    except ImportError as e:
-        raise ImportError('no package openenv: pip install "branchpoint[openenv]"') from e
+
+        _ = core.GenericEnvClient, server.create_fastapi_app
+    except (ImportError, AttributeError) as e:
+        raise ImportError('no package openenv (0.10 or newer): pip install "branchpoint[openenv]"') from e
     return core, server
 
 

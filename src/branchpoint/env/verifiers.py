@@ -53,10 +53,10 @@ class Dials(NamedTuple):
 
 def load(taskset: str, config: Mapping[str, Any], env: Mapping[str, Any]) -> Any:
     """The ``verifiers`` environment. Raises ValueError for one that is not there or cannot be played here."""
-    vf = _package()
     try:
+        vf = _package()
         loaded = vf.load_environment(vf.resolve_env_config({**env, "taskset": {**config, "id": taskset}}))
-    except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as e:
+    except (ImportError, AttributeError, TypeError, ValueError) as e:
         raise ValueError(f"taskset {taskset!r} cannot be loaded: {' '.join(str(e).split())}") from e
     seats = _seats(loaded)
     if len(seats) != 1:
