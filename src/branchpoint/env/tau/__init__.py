@@ -25,7 +25,7 @@ from branchpoint.env.tau.calls import Call, parse
 from branchpoint.env.tau.domains import SPLITS, Domain, load, problems
 from branchpoint.env.tau.expert import Expert
 from branchpoint.env.tau.user import STOP, Brief, User
-from branchpoint.env.tau.world import Dials, TauWorld
+from branchpoint.env.tau.world import Dials, SampledTauWorld, TauWorld
 from branchpoint.noise import Noise, digest
 from branchpoint.world import Message, Task
 
@@ -56,7 +56,7 @@ _RESOURCES = frozenset(
 
 def make(task: Task) -> TauWorld:
     """The world of a task."""
-    return TauWorld(task)
+    return (TauWorld if task.metadata.get("user", "scripted") == "scripted" else SampledTauWorld)(task)
 
 
 def tasks(split: str, n: int | None = None, seed: int = 0, domain: str = "retail", **dials: Any) -> tuple[Task, ...]:

@@ -87,10 +87,6 @@ class TauWorld:
         self._state = Episode({}, (Message("user", opening),))
         return self._step(opening)
 
-    def reseed(self, noise: Noise) -> None:
-        """The luck of a user that samples."""
-        self._noise = noise
-
     def get_state(self) -> Episode:
         """The whole state, immutable: keeping it is the snapshot."""
         return self._state
@@ -142,6 +138,15 @@ class TauWorld:
 
     def _counts(self, info: Mapping[str, Any]) -> dict[str, Any]:
         return {"steps": self._state.steps, "calls": self._state.calls, **info}
+
+
+class SampledTauWorld(TauWorld):
+    """The same with luck, for a user that samples. (A process sandbox imports numpy for worlds that take luck, which
+    would make opening one with the scripted user ten times slower.)"""
+
+    def reseed(self, noise: Noise) -> None:
+        """The luck of the user from now on."""
+        self._noise = noise
 
 
 def user(name: str) -> User:
