@@ -25,7 +25,7 @@ def sentences(observation: Mapping[str, Any]) -> str:
 
     Walls elsewhere are not told: :func:`chart` loses nothing.
     """
-    image = observation["image"]
+    image = _cells(observation)
     columns, rows = len(image), len(image[0])
     here = (columns // 2, rows - 1)
     things = sorted(
@@ -52,7 +52,7 @@ def chart(observation: Mapping[str, Any]) -> str:
     """The whole view, two characters a cell: ``??`` unseen, ``..`` free, ``##`` wall, ``GG`` goal, ``~~`` lava, ``^^``
     the agent; else the thing (k key, o ball, b box, ``/`` open, ``|`` closed, ``=`` locked door) and its colour's
     initial."""
-    image = observation["image"]
+    image = _cells(observation)
     columns, rows = len(image), len(image[0])
     here = (columns // 2, rows - 1)
     lines = [
@@ -63,13 +63,18 @@ def chart(observation: Mapping[str, Any]) -> str:
     return "\n".join(head + lines)
 
 
+def _cells(observation: Mapping[str, Any]) -> list[list[list[int]]]:
+    image = observation["image"]
+    return image.tolist() if hasattr(image, "tolist") else image  # plain integers are quicker to take apart
+
+
 def _facing(observation: Mapping[str, Any]) -> str:
     return DIRECTIONS[int(observation["direction"])] if "direction" in observation else "unknown"
 
 
-def _name(cell: Any) -> str:
+def _name(cell: list[int]) -> str:
     """``closed red door``; empty for what is no object (free, unseen, wall)."""
-    kind, colour, state = (int(v) for v in cell)
+    kind, colour, state = cell
     name = OBJECTS[kind]
     if name in ("unseen", "empty", "floor", "wall", "agent"):
         return ""
@@ -78,8 +83,8 @@ def _name(cell: Any) -> str:
     return f"{DOORS[state]} {COLOURS[colour]} door" if name == "door" else f"{COLOURS[colour]} {name}"
 
 
-def _mark(cell: Any) -> str:
-    kind, colour, state = (int(v) for v in cell)
+def _mark(cell: list[int]) -> str:
+    kind, colour, state = cell
     name = OBJECTS[kind]
     if name in _PLAIN:
         return _PLAIN[name]
@@ -92,12 +97,12 @@ def _where(x: int, y: int, column: int, row: int) -> str:
     return " and ".join(f"{n} {'step' if n == 1 else 'steps'} {side}" for n, side in parts if n > 0)
 
 
-def _walls(image: Any, here: tuple[int, int]) -> Iterator[tuple[str, int]]:
+def _walls(image: list[list[list[int]]], here: tuple[int, int]) -> Iterator[tuple[str, int]]:
     """The first wall straight ahead, left and right, with its distance; what hides it or is unseen ends the look."""
     for side, (dx, dy) in {"ahead": (0, -1), "left": (-1, 0), "right": (1, 0)}.items():
         x, y = here[0] + dx, here[1] + dy
-        while 0 <= x < len(image) and y >= 0 and OBJECTS[int(image[x][y][0])] != "unseen":
-            if OBJECTS[int(image[x][y][0])] == "wall":
+        while 0 <= x < len(image) and y >= 0 and OBJECTS[image[x][y][0]] != "unseen":
+            if OBJECTS[image[x][y][0]] == "wall":
                 yield side, abs(x - here[0]) + abs(y - here[1])
                 break
             x, y = x + dx, y + dy
