@@ -261,6 +261,27 @@ def test_they_keep_the_contract(modules: Path, taskset: str) -> None:
     check_env(verifiers.make, task, actions=["1", "2", "3"]).assert_ok()
 
 
+def test_one_of_the_environments_that_ship_with_verifiers(
+    modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TextArena's Hangman, over a word list of our own in place of the one that it downloads."""
+    nltk = pytest.importorskip("nltk", reason="pip install textarena nltk")
+    monkeypatch.setattr(nltk, "download", lambda *_, **__: True)
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path), *nltk.data.path])
+    words = tmp_path / "corpora" / "words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (words / name).write_text("bread\n" * 6)
+    pytest.importorskip("textarena", reason="pip install textarena nltk")
+    task = verifiers.tasks("train", 1, taskset="textarena", config={"game": "Hangman-v0"}, held_out=1)[0]
+    assert "competitive game player" in task.prompt[0].content
+    first, *steps = replies(task, "[b]", "[x]", "no bracket", "[r]", "[e]", "[a]", "[d]")
+    assert "6 tries left" in first.observation
+    assert steps[0].observation.endswith("B   _   _   _   _")
+    assert [s.reward for s in steps] == [0.0] * 6 + [1.0]
+    assert (steps[-1].done, steps[-1].info["rewards"]) == (True, {"game_reward": 1.0})
+
+
 def test_splits(modules: Path) -> None:
     parts = [verifiers.tasks(s, taskset="bp_sums", held_out=10) for s in ("train", "validation")]
     assert [len(p) for p in parts] == [30, 10]
