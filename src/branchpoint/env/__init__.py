@@ -67,7 +67,7 @@ LISTINGS: Mapping[str, Listing] = {
         ("bm25s", "Stemmer", "rapidfuzz"),
         preload=("branchpoint.env.webshop.warm",),
     ),
-    "openenv": Listing("any OpenEnv server, by its address; and any environment here as a server", "openenv", ("openenv",)),
+    "openenv": Listing("any OpenEnv server, by address; and any environment here as a server", "openenv", ("openenv",)),
     "verifiers": Listing("environments and tasksets of Prime Intellect's verifiers", "verifiers", ("verifiers",)),
 }
 """All shipped environments by name."""

@@ -24,7 +24,8 @@ class Expert(Protocol):
 def _spell(command: str, step: Step) -> str:
     """A compact command in the spelling of the step's admissible commands."""
     compact = any("_" in action for action in step.actions)
-    return command if compact else text.full_action(command)
+    spelled = {text.unmarked(action): action for action in step.actions}
+    return spelled.get(command, command) if compact else text.full_action(command)
 
 
 def kind(thing: str) -> str:
@@ -73,7 +74,7 @@ class Explorer:
             self._begin(step)
         else:
             self._remember(step)
-        admissible = {text.compact_action(action) for action in step.actions}
+        admissible = {text.compact_action(text.unmarked(action)) for action in step.actions}
         self._last = self._decide(admissible)
         return _spell(self._last, step)
 
@@ -83,7 +84,7 @@ class Explorer:
         self._goal = text.read_goal(step.observation)
         if self._goal is None:
             raise EnvironmentFailure("an explorer must see the first observation of an episode: no goal found in it")
-        commands = (text.compact_action(action) for action in step.actions)
+        commands = (text.compact_action(text.unmarked(action)) for action in step.actions)
         self._places = [command[len("go to ") :] for command in commands if command.startswith("go to ")]
         self._unvisited = self._shuffled()
 

@@ -41,6 +41,11 @@ def compact_action(command: str) -> str:
     return _THING.sub(r"\1_\2", command)
 
 
+def unmarked(command: str) -> str:
+    """A command as it is without the marks of :meth:`Goal.mark`."""
+    return command.replace("* ", "")
+
+
 def full_action(command: str) -> str:
     """The inverse of :func:`compact_action`."""
     return command.replace("_", " ")
@@ -75,7 +80,8 @@ class Goal:
         return f"put {'two ' if self.many == 2 else ''}{self.item} in {self.place}"
 
     def mark(self, observation: str) -> str:
-        """A compact observation with ``*`` before everything of a type that the goal names: ``see pen_2 * laptop_1``.
+        """A compact observation or command with ``*`` before everything of a type that the goal names: ``see pen_2 *
+        laptop_1``, ``take * laptop_1 from desk_1``.
 
         The line that states the goal stays as it is. Nothing is added that the text does not say already.
         """

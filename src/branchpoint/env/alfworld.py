@@ -6,8 +6,9 @@ The games ship with the package; the engine needs ``pip install "branchpoint[alf
 Dials (``Task.metadata``, set by :func:`tasks`):
 
 * ``style``: ``full`` (the original text) or ``compact`` (few words, ``desk_1`` for ``desk 1``).
-* ``mark``: put ``*`` before the things and places that the goal names (compact style), as in ``see pen_2 * laptop_1``.
-  Easier than the game itself: a small model needs not compare the words.
+* ``mark``: put ``*`` before the things and places that the goal names (compact style), as in ``see pen_2 * laptop_1``
+  and ``take * laptop_1 from desk_1``. A command without the marks is understood too. Easier than the game itself: a
+  small model needs not compare the words.
 * ``drop``: take help, look, inventory and examine out of the admissible commands.
 * ``max_steps``: the step limit, 50 as in the ALFWorld paper (Shridhar et al., 2021, https://arxiv.org/abs/2010.03768).
 * ``cache``: a folder for translated problems, which makes loading a game about ten times faster from the second time
@@ -71,7 +72,7 @@ class AlfworldWorld:
         """Play a command in the spelling of the style. Raises EnvironmentFailure before reset or after the end."""
         if self._game is None or self._over:
             raise EnvironmentFailure(f"game {self._dials.game}: the episode has not started or is over; call reset()")
-        self._game.play(self._offered.get(action.strip(), ""))
+        self._game.play(self._offered.get(text.unmarked(action.strip()), ""))
         self._steps += 1
         feedback = self._game.feedback
         return self._step(text.compact_observation(feedback) if self._dials.style == "compact" else feedback)
@@ -90,9 +91,9 @@ class AlfworldWorld:
         won = self._game.won
         truncated = not won and self._steps >= self._dials.max_steps
         self._over = won or truncated
-        observation = self._goal.mark(observation) if self._dials.mark else observation
         info = {"success": won, "steps": self._steps, "game": self._dials.game}
-        return Step(observation, float(won), won, truncated, tuple(sorted(self._offered)), info=info)
+        step = Step(observation, float(won), won, truncated, tuple(sorted(self._offered)), info=info)
+        return _marked(self._goal, step) if self._dials.mark else step
 
 
 class Dials(NamedTuple):
@@ -258,13 +259,14 @@ def transcripts(
     for task, turns, _ in load_episodes(data.folder() / "transcripts.jsonl.xz"):
         fits = all(task.metadata.get(name) == value for name, value in dials.items())
         if fits and task.metadata["task_type"] in kinds and len(turns) <= free.get("max_steps", len(turns)):
-            shown = _marked(turns) if free.get("mark") else turns
-            chosen.append((replace(task, metadata={**task.metadata, **free}), shown))
+            if free.get("mark"):
+                goal = text.read_goal(turns[0][0].observation)
+                assert goal is not None
+                turns = tuple((_marked(goal, step), goal.mark(action)) for step, action in turns)
+            chosen.append((replace(task, metadata={**task.metadata, **free}), turns))
     return tuple(chosen[:n]) or None
 
 
-def _marked(turns: tuple[tuple[Step, str], ...]) -> tuple[tuple[Step, str], ...]:
-    """Recorded turns as they look with ``mark``."""
-    goal = text.read_goal(turns[0][0].observation)
-    assert goal is not None
-    return tuple((replace(step, observation=goal.mark(step.observation)), action) for step, action in turns)
+def _marked(goal: text.Goal, step: Step) -> Step:
+    """A step as it looks with ``mark``."""
+    return replace(step, observation=goal.mark(step.observation), actions=tuple(map(goal.mark, step.actions)))
