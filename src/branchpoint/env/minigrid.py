@@ -41,10 +41,11 @@ class Bot:
         if self._last is not None:
             self._twin.step(self._last)
         try:
-            self._last = self._bot.replan(self._last)
+            action: Any = self._bot.replan(self._last)
         except Exception as e:  # the bot asserts what it believes, and some layouts prove it wrong
             raise EnvironmentFailure(f"BabyAI's bot gave up: {type(e).__name__} {e}") from e
-        return self._names[int(self._last)]
+        self._last = action
+        return self._names[int(action)]
 
 
 def expert(task: Task) -> Bot:
