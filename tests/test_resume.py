@@ -92,11 +92,23 @@ def test_killed_at_ten_moments_and_resumed_gives_the_same_bytes(tmp_path: Path) 
     assert left == []
 
 
+def _heeds_interrupts() -> None:
+    """Where the suite runs in the background of a shell, Ctrl-C is ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(CONFIG.replace("updates: 6", "updates: 500"))
     command = [sys.executable, "-m", "branchpoint.cli", "train", str(config), f"run={tmp_path / 'r'}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        preexec_fn=_heeds_interrupts,
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("update   2"):
