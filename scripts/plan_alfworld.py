@@ -76,22 +76,33 @@ def work(row: dict[str, Any], path: Path) -> NoReturn:
         os._exit(status)
 
 
-def plan(path: Path, minutes: float) -> None:
-    """Append the plans of games that the file lacks. Each game runs in a forked process with a time limit."""
+def plan(path: Path, minutes: float, jobs: int) -> None:
+    """Append the plans of games that the file lacks. Each game runs in a forked process with a time limit, ``jobs`` of
+    them at once."""
     path.touch()
     known = {json.loads(line)["id"] for line in path.read_text().splitlines()}
     end = time.monotonic() + 60 * minutes
     engine.preload()
+    running: dict[int, str] = {}
+
+    def wait(most: int) -> None:
+        while len(running) > most:
+            child, status = os.wait()
+            game = running.pop(child)
+            if status:
+                print(f"no plan within {PLANNER_SECONDS} s of CPU time: {game}", flush=True)
+
     for row in games():
         if row["id"] in known:
             continue
         if time.monotonic() > end:
-            return
+            break
+        wait(jobs - 1)
         child = os.fork()
         if child == 0:
             work(row, path)
-        if os.waitpid(child, 0)[1]:
-            print(f"no plan within {PLANNER_SECONDS} s of CPU time: {row['id']}", flush=True)
+        running[child] = row["id"]
+    wait(0)
 
 
 def pack(path: Path, out: Path) -> None:
@@ -106,10 +117,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("plan", "pack"))
     parser.add_argument("file", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="games planned at once")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop starting new games after this time")
     options = parser.parse_args()
     if options.what == "plan":
-        plan(options.file, options.minutes)
+        plan(options.file, options.minutes, options.jobs)
     else:
         pack(options.file, data.folder() / "plans.jsonl.xz")
 
