@@ -35,9 +35,7 @@ def _oracles(name: str | None, console: Console) -> int:
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False)
 
-    report = oracles.check(Path(name) if name else None, say)
-    say(str(report).splitlines()[-1])
-    return report.status
+    return oracles.check(Path(name) if name else None, say).status
 
 
 def _env(name: str) -> Any:
