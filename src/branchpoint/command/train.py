@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from branchpoint import config as configs
 from branchpoint import train as loop
@@ -68,11 +69,18 @@ def describe(config: RunConfig) -> str:
     """One paragraph that says what is about to happen."""
     s, t = config.scheduler, config.training
     names = ", ".join(e.name for e in config.envs)
+    limited = "".join(f"\n  {e.name}: {escape(_dials(e.options))}" for e in config.envs if e.options)
     return (
         f"Training [bold]{config.model.name}[/bold] on [bold]{names}[/bold]: {t.updates} updates of {t.tasks} trees "
         f"(scheduler {s.kind}, {s.roots} roots; estimator {config.estimator.kind}; noise {config.noise}). "
         f"Run folder: {config.run}"
+        + "".join(f"\n  {e.name}: {escape(_dials(e.options))}" for e in config.envs if e.options)
     )
+
+
+def _dials(options: dict[str, Any]) -> str:
+    """What an environment is limited to, as it is set."""
+    return ", ".join(f"{k} {' '.join(map(str, v)) if isinstance(v, list | tuple) else v}" for k, v in options.items())
 
 
 def _close(config: RunConfig, folder: RunFolder, screen: Screen) -> None:
