@@ -73,8 +73,7 @@ def describe(config: RunConfig) -> str:
     return (
         f"Training [bold]{config.model.name}[/bold] on [bold]{names}[/bold]: {t.updates} updates of {t.tasks} trees "
         f"(scheduler {s.kind}, {s.roots} roots; estimator {config.estimator.kind}; noise {config.noise}). "
-        f"Run folder: {config.run}"
-        + "".join(f"\n  {e.name}: {escape(_dials(e.options))}" for e in config.envs if e.options)
+        f"Run folder: {config.run}{limited}"
     )
 
 
