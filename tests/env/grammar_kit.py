@@ -55,3 +55,24 @@ def _within(items: Any, letter: str) -> bool:
         elif str(op) != "NEGATE":
             raise ValueError(f"no drawing of {op}")
     return inside != (str(items[0][0]) == "NEGATE")
+
+
+ODD = (
+    None,
+    True,
+    0,
+    -1,
+    10**40,
+    1.5,
+    float("inf"),
+    "",
+    "x",
+    "\ud800",
+    "\u202e\x00",
+    "9" * 50,
+    [],
+    ["a", "a"],
+    [1],
+    {},
+)
+"""Values that no tool expects."""

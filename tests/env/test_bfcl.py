@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from grammar_kit import sample
+from grammar_kit import ODD, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -231,26 +231,6 @@ def test_what_the_grammar_matches_is_well_formed(number: int) -> None:
         assert said == Say("done") or {call.name for call in said} <= known  # type: ignore[union-attr]
 
 
-_ODD = (
-    None,
-    True,
-    0,
-    -1,
-    10**40,
-    1.5,
-    float("inf"),
-    "",
-    "x",
-    "\ud800",
-    "\u202e\x00",
-    "9" * 50,
-    [],
-    ["a", "a"],
-    [1],
-    {},
-)
-
-
 @settings(max_examples=112, deadline=None, derandomize=True)
 @given(st.sampled_from(SOME), st.randoms(), st.text())
 def test_no_action_breaks_a_world(number: int, rng: random.Random, text: str) -> None:
@@ -260,7 +240,7 @@ def test_no_action_breaks_a_world(number: int, rng: random.Random, text: str) ->
     for _ in range(9):
         document = rng.choice(bfcl.problems()[number].functions)
         names = [*document["parameters"]["properties"], "x"]
-        call = Call(document["name"], (), {k: rng.choice(_ODD) for k in names if rng.random() < 0.7}).text()
+        call = Call(document["name"], (), {k: rng.choice(ODD) for k in names if rng.random() < 0.7}).text()
         step = world.step(rng.choice([f"[{call}]", f"[{call}]", f"[{call}, {call}]", call[:-3], text]))
         step.observation.encode()
         if step.done or step.truncated:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grammar_kit import sample
+from grammar_kit import ODD, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -425,26 +425,6 @@ def test_the_event_of_a_call_is_its_tool_and_what_it_touches() -> None:
         assert tau.event_of(nothing) is None
 
 
-_ODD = (
-    None,
-    True,
-    0,
-    -1,
-    10**40,
-    1.5,
-    float("inf"),
-    "",
-    "x",
-    "\ud800",
-    "\u202e\x00",
-    "9" * 50,
-    [],
-    ["a", "a"],
-    [1],
-    {},
-)
-
-
 @settings(max_examples=112, deadline=None, derandomize=True)
 @given(st.sampled_from([(RETAIL, 0), (RETAIL, 9), (RETAIL, 33), (AIRLINE, 0), (AIRLINE, 9)]), st.randoms(), st.text())
 def test_no_action_breaks_a_world(where: tuple[domains.Domain, int], rng: random.Random, text: str) -> None:
@@ -455,7 +435,7 @@ def test_no_action_breaks_a_world(where: tuple[domains.Domain, int], rng: random
     real = {k: v for _, args in domains.problems(domain.name, "test")[index].actions for k, v in args.items()}
     for _ in range(9):
         tool = rng.choice(list(domain.tools.values()))
-        drawn = {k: real[k] if k in real and rng.random() < 0.8 else rng.choice(_ODD) for k in tool.args}
+        drawn = {k: real[k] if k in real and rng.random() < 0.8 else rng.choice(ODD) for k in tool.args}
         drawn |= {"x": 1} if rng.random() < 0.1 else {}
         whole = call(tool.name, **drawn)
         step = world.step(rng.choice([whole, whole, whole, whole, whole[: rng.randrange(len(whole))], text]))
