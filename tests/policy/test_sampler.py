@@ -11,6 +11,7 @@ from sampler_kit import NONE, act, chosen, ids, model, policy, run, same, teache
 
 from branchpoint.config import Sampling
 from branchpoint.noise import Noise
+from branchpoint.policy import kvcache
 from branchpoint.policy.hf import HFPolicy, HFSession
 from branchpoint.session import Action
 from branchpoint.world import PolicyFailure, Step
@@ -100,6 +101,54 @@ def test_a_session_is_the_same_bit_for_bit_alone_and_in_any_company(family: str,
     assert sum(len(a.tokens) for a in alone) > 20
     for others, salt in ((2, 0), (40, 0), (40, 4)):
         assert all(same(x, y) for x, y in zip(alone, run(among(others, salt)), strict=True))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_forks_of_forks_read_shared_rows_as_if_they_were_their_own(heads: int) -> None:
+    """Each level adds a part to the shared context, short or long, more of them than are read in place."""
+    made = model(num_key_value_heads=heads)
+    p = policy(made, stop=59)
+
+    async def main() -> None:
+        s, context = p.open(), ids(0, length=100)
+        new, parts = context, []
+        for level, length in enumerate((70, 3, 66, 90, 80, 65, 20), 1):
+            a = await act(s, new, level, 8)
+            check(made, context, a)
+            context = np.concatenate([context, a.tokens])
+            parts.append(len(s._context.shared))
+            siblings = [s.fork(s.length) for _ in range(3)]
+            s.close()
+            new = ids(level, length=length)
+            for k, sibling in enumerate(siblings):
+                check(made, np.concatenate([context, new]), await act(sibling, new, 100 + k, 4))
+                sibling.close() if k else None
+            s, new = siblings[0].fork(siblings[0].length), ids(level, 1, length=1)
+            context = np.concatenate([context, ids(level, length=length)])
+            siblings[0].close()
+            context = np.array([*s._context.tokens, *new], np.int32)
+        assert max(parts) == kvcache.PARTS
+        s.close()
+        assert p.engine.store.used == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("width", [2, 5, 9])
+def test_siblings_that_read_a_shared_prefix_together_get_the_bits_of_each_alone(width: int) -> None:
+    made = model(num_key_value_heads=1)
+
+    async def main(among: tuple[int, ...]) -> dict[int, Action]:
+        p = policy(made, stop=59)
+        roots = [p.open() for _ in range(2)]
+        await asyncio.gather(*(act(r, ids(k, length=150), k, 12) for k, r in enumerate(roots)))
+        forks = {k: roots[k % 2].fork(130 if k % 3 else 140) for k in among}
+        answers = await asyncio.gather(*(act(f, ids(5, length=5), k, 40) for k, f in forks.items()))
+        return dict(zip(among, answers, strict=True))
+
+    together = run(main(tuple(range(2 * width))))
+    for k in range(0, 2 * width, 3):
+        assert same(together[k], run(main((k,)))[k])
 
 
 def test_a_fork_gives_the_same_bits_whenever_it_is_made() -> None:

@@ -1,16 +1,18 @@
 """The sampler's key/value store, and the attention function that reads and writes it.
 
 All new tokens of one engine step travel through the model as one row ``[1, T]``; attention alone knows which session a
-token belongs to. Sessions own a *slot* of the store. Single tokens (decoding) are batched, grouped by their session's
-own length rounded up to ``BLOCK``; long chunks (prefill) attend one session at a time. A session's arithmetic thus
-never depends on who else is in the batch, which makes its results the same bit for bit alone and in company (float32 on
-one CPU thread; see ``MIN_ROWS``).
+token belongs to. Sessions own a *slot* of the store; a forked session also reads the slots of those it came from, up
+to its fork, and siblings read such a shared prefix together: once for all of them instead of once each. Single tokens
+(decoding) are batched, grouped by the length of their own rows rounded up to ``BLOCK``; long chunks (prefill) attend
+one session at a time. A session's arithmetic thus depends on where it was forked but never on who else is in the batch,
+which makes its results the same bit for bit alone and in company (float32 on one CPU thread; see ``MIN_ROWS``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,16 +21,24 @@ import torch.nn.functional as F
 BLOCK = 64
 MIN_ROWS = 4
 """A row of a matrix product is the same bits for any number of rows from 4 on (MKL, 24 shapes), so rows are padded."""
+SHARE = 64
+"""Fewer rows than these are copied by a fork that writes, instead of being read where they are."""
+PARTS = 4
+"""A context reads at most so many slots of others: forks of forks of forks copy what lies deeper."""
 SHORT = 8
 """Chunks of up to so many tokens are batched with those of other sessions; longer ones read keys and values once."""
 NAME = "branchpoint_sampler"
 """The name under which the attention function is registered with transformers."""
+
+Run = tuple[int, int, int]
+"""Single tokens ``lo:hi`` of the row, and a slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """New tokens of one session in a step: ``length`` tokens from position ``start`` on, in ``slot``.
 
+    ``shared``: the context that others wrote, as (slot, rows) from position 0 on; the session's own rows follow it.
     A few tokens are as well taken as so many singles (:func:`cut`): each attends to all that is written in this step up
     to itself. ``lag`` counts them.
     """
@@ -36,17 +46,38 @@ class Chunk:
     slot: int
     start: int
     length: int
+    shared: tuple[tuple[int, int], ...] = ()
     lag: int = 0
+
+    @property
+    def row(self) -> int:
+        """The row of its slot that the first token goes to."""
+        return self.start - sum(n for _, n in self.shared)
+
+    @property
+    def width(self) -> int:
+        """The session's own rows up to the first token, rounded up to whole blocks."""
+        return rounded(self.row + 1)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Chunks of the same shape attend as one batch."""
+        return (self.width, *(n for _, n in self.shared))
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Single tokens ``lo:hi`` of the row, with the same rounded context; ``runs`` are adjacent slots (lo, hi, slot)."""
+    """Single tokens ``lo:hi`` of the row whose contexts have the same shape.
+
+    ``runs`` are adjacent slots, from the given one on; ``shared`` has, for each part of a shared context, its rows and
+    the tokens that read it from the same slot.
+    """
 
     lo: int
     hi: int
     width: int
-    runs: tuple[tuple[int, int, int], ...]
+    runs: tuple[Run, ...]
+    shared: tuple[tuple[int, tuple[Run, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,9 +87,10 @@ class Plan:
     store: KVStore
     slots: torch.Tensor  # [t] int64, the slot of every real token
     positions: torch.Tensor  # [t] int64, its position
+    places: torch.Tensor  # [t] int64, its row of the slot
     singles: int
     groups: tuple[_Group, ...]
-    tail: torch.Tensor  # [singles, 1, BLOCK] 0 or -inf: the last block of each single token's context
+    tail: torch.Tensor  # [singles, 1, BLOCK] 0 or -inf: the last block of each single token's own rows
     chunks: tuple[tuple[int, Chunk, torch.Tensor | None], ...]  # row offset, chunk, mask (None: causal from 0)
     _rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -67,7 +99,7 @@ class Plan:
         if heads not in self._rows:
             head = torch.arange(heads, device=self.slots.device)
             slots = (self.slots[:, None] * heads + head) * self.store.capacity
-            self._rows[heads] = (slots + self.positions[:, None]).flatten()
+            self._rows[heads] = (slots + self.places[:, None]).flatten()
         return self._rows[heads]
 
 
@@ -80,14 +112,14 @@ def cut(chunk: Chunk) -> list[Chunk]:
     """The chunk, or its tokens as singles if it has at most ``SHORT``."""
     if chunk.length > SHORT:
         return [chunk]
-    return [Chunk(chunk.slot, chunk.start + i, 1, i) for i in range(chunk.length)]
+    return [Chunk(chunk.slot, chunk.start + i, 1, chunk.shared, i) for i in range(chunk.length)]
 
 
-def order(chunk: Chunk) -> tuple[int, int, int, int]:
+def order(chunk: Chunk) -> tuple[Any, ...]:
     """The sort key that puts chunks into the order a plan needs; tokens of one session stay in order."""
     if chunk.length == 1:
-        return (0, rounded(chunk.start + 1), chunk.lag, chunk.slot)
-    return (1, chunk.start, 0, chunk.slot)
+        return (0, chunk.shape, chunk.shared, chunk.lag, chunk.slot)
+    return (1, chunk.start, chunk.slot)
 
 
 def plan(store: KVStore, chunks: Sequence[Chunk]) -> Plan:
@@ -95,12 +127,14 @@ def plan(store: KVStore, chunks: Sequence[Chunk]) -> Plan:
     singles = [c for c in chunks if c.length == 1]
     slots = [c.slot for c in singles]
     positions = [c.start for c in singles]
+    places = [c.row for c in singles]
     long: list[tuple[int, Chunk, torch.Tensor | None]] = []
     for c in chunks[len(singles) :]:
         long.append((len(slots), c, _mask(c, store.device)))
         slots += [c.slot] * c.length
         positions += range(c.start, c.start + c.length)
-    at = torch.tensor(positions)
+        places += range(c.row, c.row + c.length)
+    at = torch.tensor(places)
     last = at[: len(singles)] % BLOCK
     closed = torch.arange(BLOCK) > last[:, None]
     tail = torch.zeros(closed.shape, dtype=store.dtype).masked_fill_(closed, float("-inf"))
@@ -108,7 +142,8 @@ def plan(store: KVStore, chunks: Sequence[Chunk]) -> Plan:
     return Plan(
         store=store,
         slots=torch.tensor(slots).to(device),
-        positions=at.to(device),
+        positions=torch.tensor(positions).to(device),
+        places=at.to(device),
         singles=len(singles),
         groups=_groups(singles),
         tail=tail[:, None].to(device),
@@ -124,21 +159,22 @@ def _mask(c: Chunk, device: torch.device) -> torch.Tensor | None:
 
 
 def _groups(singles: Sequence[Chunk]) -> tuple[_Group, ...]:
-    out: list[_Group] = []
-    lo, n = 0, len(singles)
-    while lo < n:
-        width = rounded(singles[lo].start + 1)
-        runs: list[tuple[int, int, int]] = []
-        hi = lo
-        while hi < n and rounded(singles[hi].start + 1) == width:
-            begin, slot = hi, singles[hi].slot
-            hi += 1
-            while hi < n and singles[hi].slot == slot + hi - begin and rounded(singles[hi].start + 1) == width:
-                hi += 1
-            runs.append((begin, hi, slot))
-        out.append(_Group(lo, hi, width, tuple(runs)))
-        lo = hi
-    return tuple(out)
+    groups: list[_Group] = []
+    for lo, hi in _alike(range(len(singles)), lambda i: singles[i].shape):
+        neighbours = _alike(range(lo, hi), lambda i: singles[i].slot - i)
+        shared: list[tuple[int, tuple[Run, ...]]] = []
+        for k, (_, rows) in enumerate(singles[lo].shared):
+            readers = _alike(range(lo, hi), lambda i, k=k: singles[i].shared[k])
+            shared.append((rows, tuple((a, b, singles[a].shared[k][0]) for a, b in readers)))
+        runs = tuple((a, b, singles[a].slot) for a, b in neighbours)
+        groups.append(_Group(lo, hi, singles[lo].width, runs, tuple(shared)))
+    return tuple(groups)
+
+
+def _alike(of: range, key: Callable[[int], Any]) -> list[tuple[int, int]]:
+    """The stretches (lo, hi) of a range over which the key stays the same."""
+    stretches = (list(indices) for _, indices in groupby(of, key))
+    return [(s[0], s[-1] + 1) for s in stretches]
 
 
 class KVStore:
@@ -178,15 +214,15 @@ class KVStore:
         self._free.append(slot)
 
     def reserve(self, length: int) -> None:
-        """Makes room for contexts of ``length`` tokens."""
+        """Makes room for ``length`` rows in every slot."""
         if length > self.capacity:
             self._resize(self.slots, max(-(-length // (4 * BLOCK)) * 4 * BLOCK, rounded(self.capacity * 5 // 4)))
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first ``length`` rows of a slot, in all layers."""
+    def copy(self, source: int, target: int, length: int, row: int = 0) -> None:
+        """Copies the first ``length`` rows of a slot to those of another from ``row`` on, in all layers."""
         for pair in self.layers.values():
             for tensor in pair:
-                tensor[target, :, :length] = tensor[source, :, :length]
+                tensor[target, :, row : row + length] = tensor[source, :, :length]
 
     def layer(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer; ``like`` is [T, kv_heads, d]."""
@@ -246,8 +282,8 @@ def mix(p: Plan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torc
         _decode(p, query, keys, values, scale, out)
     repeats = query.shape[1] // key.shape[1]
     for row, c, mask in p.chunks:
-        end = c.start + c.length
-        k, v = keys[c.slot, :, :end], values[c.slot, :, :end]
+        parts = (*c.shared, (c.slot, c.row + c.length))
+        k, v = (torch.cat([x[slot, :, :n] for slot, n in parts], 1) for x in (keys, values))
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
         q = query[row : row + c.length].transpose(0, 1)[None]
@@ -259,17 +295,44 @@ def mix(p: Plan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torc
 def _decode(
     p: Plan, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, out: torch.Tensor
 ) -> None:
-    """One token a session: scores, softmax and mixture as batched products over adjacent slots, without a copy."""
+    """One token a session: scores, softmax and mixture as batched products.
+
+    A session's own rows are a product of its own, over adjacent slots without a copy; the tokens that read a shared
+    part are the rows of one product. The softmax runs over all parts at once, so nothing is approximated.
+    """
     n, (_, heads, d), kv = p.singles, query.shape, keys.shape[1]
     q = (query[:n] * scale).reshape(n * kv, heads // kv, d)
     mixed = out[:n].view(n * kv, heads // kv, d)
     for g in p.groups:
-        scores = q.new_empty(((g.hi - g.lo) * kv, heads // kv, g.width))
+        own = q.new_empty(((g.hi - g.lo) * kv, heads // kv, g.width))
         for lo, hi, slot in g.runs:
             k = keys[slot : slot + hi - lo].flatten(0, 1)[:, : g.width]
-            torch.bmm(q[lo * kv : hi * kv], k.transpose(1, 2), out=scores[(lo - g.lo) * kv : (hi - g.lo) * kv])
-        scores.view(g.hi - g.lo, heads, g.width)[..., -BLOCK:].add_(p.tail[g.lo : g.hi])
-        weights = scores.softmax(-1)
+            torch.bmm(q[lo * kv : hi * kv], k.transpose(1, 2), out=own[(lo - g.lo) * kv : (hi - g.lo) * kv])
+        own.view(g.hi - g.lo, heads, g.width)[..., -BLOCK:].add_(p.tail[g.lo : g.hi])
+        parts = [own]
+        for rows, readers in g.shared:
+            part = [_together(q[lo * kv : hi * kv], keys[slot, :, :rows].transpose(1, 2)) for lo, hi, slot in readers]
+            parts.append(torch.cat(part))
+        weights = torch.cat(parts, -1).softmax(-1)
+        own, *shared = weights.split([x.shape[-1] for x in parts], -1)
         for lo, hi, slot in g.runs:
             v = values[slot : slot + hi - lo].flatten(0, 1)[:, : g.width]
-            torch.bmm(weights[(lo - g.lo) * kv : (hi - g.lo) * kv], v, out=mixed[lo * kv : hi * kv])
+            torch.bmm(own[(lo - g.lo) * kv : (hi - g.lo) * kv], v, out=mixed[lo * kv : hi * kv])
+        for part, (rows, readers) in zip(shared, g.shared, strict=True):
+            for lo, hi, slot in readers:
+                read = part[(lo - g.lo) * kv : (hi - g.lo) * kv]
+                mixed[lo * kv : hi * kv] += _together(read, values[slot, :, :rows])
+
+
+def _together(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x [tokens * kv_heads, r, a] times y [kv_heads, a, b], shared by the tokens: [tokens * kv_heads, r, b].
+
+    At least ``MIN_ROWS`` rows a product.
+    """
+    kv, (total, r, a) = len(y), x.shape
+    rows = x.view(total // kv, kv, r, a).transpose(0, 1).reshape(kv, -1, a)
+    count = rows.shape[1]
+    if count < MIN_ROWS:
+        rows = F.pad(rows, (0, 0, 0, MIN_ROWS - count))
+    product = torch.bmm(rows, y)[:, :count].view(kv, total // kv, r, -1)
+    return product.transpose(0, 1).reshape(total, r, -1)

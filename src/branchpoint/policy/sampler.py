@@ -38,25 +38,26 @@ class Restriction(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A slot of the store and how many contexts read it."""
+    """A slot of the store and how many contexts read it. ``spoilt``: it may hold values that are not finite."""
 
     index: int
     users: int = 1
+    spoilt: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Context:
     """The tokens of a session and the rows of keys and values that are computed for them.
 
-    A forked context reads its parent's rows until it first writes; only then it takes a slot and copies them.
+    A forked context reads the rows of those it came from (``shared``: slot and number of rows) and writes what follows
+    to a slot of its own, which it takes when it first writes.
     """
 
     store: kvcache.KVStore
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
+    shared: tuple[tuple[_Slot, int], ...] = ()
     slot: _Slot | None = None
-    owned: bool = False
-    spoilt: bool = False
 
     def fork(self, length: int) -> Context:
         """A context that shares the first ``length`` tokens.
@@ -69,28 +70,50 @@ class Context:
         known = max(0, length - 1)
         if known > self.cached:
             raise ValueError(f"fork at token {length}, but the engine has read only {self.cached} tokens so far")
-        if self.slot is not None:
-            self.slot.users += 1
-        return Context(self.store, self.tokens[:length], known, self.slot)
+        shared, left = [], known
+        own = () if self.slot is None else ((self.slot, known),)
+        for slot, rows in (*self.shared, *own):
+            if left:
+                shared.append((slot, min(rows, left)))
+                slot.users += 1
+                left -= shared[-1][1]
+        return Context(self.store, self.tokens[:length], known, tuple(shared))
 
-    def own(self) -> int:
-        """The slot to write to."""
-        if self.slot is None:
-            self.slot = _Slot(self.store.take())
-        elif not self.owned and self.slot.users > 1:
-            shared, self.slot = self.slot, _Slot(self.store.take())
-            self.store.copy(shared.index, self.slot.index, self.cached)
-            shared.users -= 1
-        self.owned = True
-        return self.slot.index
+    def chunk(self, length: int) -> kvcache.Chunk:
+        """The next ``length`` tokens to compute; there is room for them."""
+        slot = self.slot or self._take()
+        return kvcache.Chunk(slot.index, self.cached, length, tuple((s.index, n) for s, n in self.shared))
+
+    def _take(self) -> _Slot:
+        """A slot to write to. Copies what is not worth, or not good, to be read elsewhere (see kvcache)."""
+        self.slot = own = _Slot(self.store.take())
+        few = len(self.shared)
+        while few and (few > kvcache.PARTS or self.shared[few - 1][1] < kvcache.SHARE):
+            few -= 1
+        row, copied = 0, self.shared[few:]
+        self.store.reserve(sum(n for _, n in copied))
+        for slot, rows in copied:
+            self.store.copy(slot.index, own.index, rows, row)
+            row += rows
+            self._leave(slot)
+        self.shared = self.shared[:few]
+        return own
+
+    def spoil(self) -> None:
+        """Says that what was computed is not finite."""
+        if self.slot is not None:
+            self.slot.spoilt = True
 
     def release(self) -> None:
         """Gives the rows back; a second call does nothing."""
-        if self.slot is not None:
-            self.slot.users -= 1
-            if self.slot.users == 0:
-                self.store.give(self.slot.index, self.spoilt)
-            self.slot = None
+        for slot in (*(s for s, _ in self.shared), *([self.slot] if self.slot else [])):
+            self._leave(slot)
+        self.shared, self.slot = (), None
+
+    def _leave(self, slot: _Slot) -> None:
+        slot.users -= 1
+        if slot.users == 0:
+            self.store.give(slot.index, slot.spoilt)
 
 
 @dataclass(slots=True, eq=False)
@@ -236,8 +259,9 @@ class Engine:
                 if spent and spent + n > self.budget:
                     continue
                 spent += n
-            self.store.reserve(context.cached + n)
-            batch += [(c, request) for c in kvcache.cut(kvcache.Chunk(context.own(), context.cached, n))]
+            chunk = context.chunk(n)
+            self.store.reserve(chunk.row + n)
+            batch += [(c, request) for c in kvcache.cut(chunk)]
         batch.sort(key=lambda item: kvcache.order(item[0]))
         return batch
 
@@ -285,7 +309,7 @@ class Engine:
         finite = torch.isfinite(logits.amax(-1)).tolist()
         for (request, _), good in zip(due, finite, strict=True):
             if not good:
-                request.context.spoilt = True
+                request.context.spoil()
                 self._fail(request, "the model's logits are not finite: its weights may have diverged")
         rows = [i for i, (request, _) in enumerate(due) if not request.done.done()]
         return [due[i] for i in rows], logits if len(rows) == len(due) else logits[rows]
