@@ -113,11 +113,12 @@ class EnvSpec(Frozen):
 
 class Process(Frozen):
     """Snapshots by process fork. ``huge_pages``: large heaps fork faster, small writes copy more. ``memory_mb``: what
-    one environment may use beyond what is shared."""
+    one environment may use beyond what is shared. ``unforkable``: what becomes of a snapshot that no fork can take."""
 
     kind: Literal["process"] = "process"
     huge_pages: bool = False
     memory_mb: int | None = Field(default=None, ge=1)
+    unforkable: Literal["replay", "refuse"] = "replay"
 
 
 class State(Frozen):

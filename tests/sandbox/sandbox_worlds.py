@@ -282,3 +282,27 @@ class Lucky(Base):
 
     def do_set(self, _: str) -> str:
         return " ".join({f"object {n}" for n in range(20)})
+
+
+class Connected(Base):
+    """A sum kept by a thread, as by a server at the other end of a connection, and the branch's own luck."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.total, self.draws, self.noise = 0, 0, Noise(0)
+        self.deterministic = not task.metadata.get("moves_on", False)
+
+    def reseed(self, noise: Noise) -> None:
+        self.noise = noise
+
+    def reset(self) -> Step:
+        threading.Thread(target=threading.Event().wait, name="connection", daemon=True).start()
+        return Step("ready")
+
+    def do_add(self, number: str) -> str:
+        self.total += int(number)
+        self.draws += 1
+        return f"{self.total} {self.noise.private('draw', self.draws).integers(1000)}"
+
+    def do_clock(self, _: str) -> str:
+        return str(time.perf_counter())

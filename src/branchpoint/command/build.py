@@ -153,7 +153,7 @@ def run(config: RunConfig, lessons: tuple[Course, ...], folder: RunFolder, say: 
         courses=lessons,
         policy=policy(config.sampling),
         eval_policy=policy(greedy if config.training.eval_greedy else config.sampling),
-        sandbox=sandbox(config),
+        sandbox=sandbox(config, say),
         learner=learner,
         folder=folder,
         save=save,
@@ -162,7 +162,7 @@ def run(config: RunConfig, lessons: tuple[Course, ...], folder: RunFolder, say: 
     )
 
 
-def sandbox(config: RunConfig) -> Sandbox:
+def sandbox(config: RunConfig, say: Say) -> Sandbox:
     """The sandbox that the config names."""
     chosen, limits = config.sandbox, config.limits
     if chosen.kind == "process":
@@ -172,6 +172,8 @@ def sandbox(config: RunConfig) -> Sandbox:
             start_timeout_s=limits.start_seconds,
             memory_bytes=None if chosen.memory_mb is None else chosen.memory_mb << 20,
             huge_pages=chosen.huge_pages,
+            unforkable=chosen.unforkable,
+            say=say,
         )
     return InProcess() if chosen.kind == "state" else Replay()
 

@@ -176,6 +176,7 @@ class Node(Server):
             "reset": lambda: _wire.step_fields(_drive.play(self.world, None)),
             "step": lambda action: _wire.step_fields(_drive.play(self.world, action)),
             "replay": self._replay,
+            "repeatable": self._repeatable,
             "close": self._close,
         }
         while True:
@@ -236,10 +237,12 @@ class Node(Server):
             self.settled = True
             gc.freeze()
 
-    def _replay(self, log: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Repeats a log of (reset | step | noise, argument); the fingerprint of each answer."""
-        if not getattr(self.world, "deterministic", True):
-            raise SnapshotUnsupported("the world declares that it does not repeat itself")
+    def _replay(self, log: list[tuple[str, Any]], freeze: bool) -> dict[str, Any]:
+        """Repeats a log of (reset | step | noise, argument); the fingerprint of each answer.
+
+        ``freeze``: the result is a snapshot, and only forked from here on.
+        """
+        self._repeatable()
         out: list[str] = []
         for call, argument in log:
             if call == "noise":
@@ -248,8 +251,13 @@ class Node(Server):
             else:
                 fields = _wire.step_fields(_drive.play(self.world, None if call == "reset" else argument))
                 out.append(_wire.fingerprint(_wire.encode(fields)))
-        self.frozen = True
+        self.frozen = freeze
         return {"fingerprints": out}
+
+    def _repeatable(self) -> dict[str, Any]:
+        if not getattr(self.world, "deterministic", True):
+            raise SnapshotUnsupported("the world declares that it does not repeat itself (deterministic = False)")
+        return {}
 
     def _close(self) -> NoReturn:
         try:

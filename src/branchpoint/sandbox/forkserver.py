@@ -3,9 +3,10 @@
 Each environment runs in a worker process. ``snapshot`` forks the worker; the copy waits, frozen, and costs the pages
 that are written later. ``restore`` forks the copy again. What a fork copies: the heap, closures, generators, loaded
 libraries, the offsets of files open for reading, unnamed temporary files. What it cannot copy is refused with
-SnapshotUnsupported: threads, child processes, sockets and pipes, files open for writing, shared memory. What it cannot
-see: named files that the environment writes and closes again (all branches share the file system). Hooks of
-``os.register_at_fork`` do not run: a copy is exact, and there are no threads whose locks they would repair.
+SnapshotUnsupported, or left to replay: threads, child processes, sockets and pipes, files open for writing, shared
+memory. What it cannot see: named files that the environment writes and closes again (all branches share the file
+system). Hooks of ``os.register_at_fork`` do not run: a copy is exact, and there are no threads whose locks they would
+repair.
 
 Linux only.
 """
@@ -17,48 +18,21 @@ import os
 import socket
 import sys
 import time
+import warnings
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import anyio
 
 from branchpoint.noise import Noise
 from branchpoint.sandbox import _wire
 from branchpoint.sandbox._drive import Stage, globals_seed
+from branchpoint.sandbox._history import Counters, Event, Origin, compare
 from branchpoint.sandbox._template import Template, recipe
 from branchpoint.sandbox._worker import Worker
 from branchpoint.world import BranchFailure, Make, SandboxFailure, SnapshotUnsupported, Step, Task
-
-Origin = tuple[dict[str, Any], Task]
-
-
-@dataclass(slots=True)
-class Counters:
-    """What a fork server has done since it was made; ``seconds`` are wall-clock, waiting included."""
-
-    opens: int = 0
-    snapshots: int = 0
-    restores: int = 0
-    rebases: int = 0
-    forks: int = 0
-    failures: int = 0
-    open_seconds: float = 0.0
-    snapshot_seconds: float = 0.0
-    restore_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Event:
-    """What happened to a lineage, as a list linked towards its origin: enough to repeat it from a shallower process."""
-
-    before: _Event | None
-    call: str  # open, reset, step, noise
-    argument: Any
-    answer: str = ""  # fingerprint
-    frozen: list[weakref.ref[ForkSnapshot]] = field(default_factory=list)  # snapshots taken at this point
 
 
 class ForkServer:
@@ -78,6 +52,9 @@ class ForkServer:
         huge_pages: put the heap on transparent huge pages: large heaps fork several times faster, and a branch copies
             2 MB instead of 4 kB where it writes.
         quiet: drop what environments print; else it goes to the trainer's stderr.
+        unforkable: what a snapshot of a state that a fork cannot copy does: ``refuse`` raises SnapshotUnsupported;
+            ``replay`` keeps the history instead, which a restore repeats in a new process, comparing all answers.
+        say: told once for each kind of environment that is left to replay, with the reason.
 
     Raises SnapshotUnsupported on systems other than Linux.
     """
@@ -94,6 +71,8 @@ class ForkServer:
         rebase_depth: int = 64,
         huge_pages: bool = False,
         quiet: bool = True,
+        unforkable: Literal["refuse", "replay"] = "refuse",
+        say: Callable[[str], None] = warnings.warn,
     ) -> None:
         if sys.platform != "linux":
             raise SnapshotUnsupported("the fork server needs Linux; use the inprocess or replay sandbox")
@@ -108,6 +87,7 @@ class ForkServer:
         self.start_timeout_s = start_timeout_s
         self.memory_bytes = memory_bytes
         self.rebase_depth = rebase_depth
+        self.unforkable, self._say, self._said = unforkable, say, set[str]()
         self.counters = Counters()
         self._template = Template(preload, huge_pages, quiet)
         self._workers: set[Worker] = set()
@@ -144,7 +124,7 @@ class ForkServer:
         with self._timed("open"):
             worker = await self._spawn(origin, noise)
             self.counters.opens += 1
-        return ForkEnv(self, worker, _Event(None, "open", (origin, noise)))
+        return ForkEnv(self, worker, Event(None, "open", (origin, noise)))
 
     async def _spawn(self, origin: Origin, noise: Noise) -> Worker:
         build, task = origin
@@ -175,6 +155,11 @@ class ForkServer:
         self._workers.add(child)
         return child
 
+    def _left_to_replay(self, name: str, error: SnapshotUnsupported) -> None:
+        if name not in self._said:
+            self._said.add(name)
+            self._say(f"{name}: snapshots by replay, since a fork cannot copy its state: {error}")
+
     async def _retire(self, worker: Worker, why: str) -> None:
         worker.kill(why)
         self._workers.discard(worker)
@@ -204,7 +189,8 @@ class ForkServer:
                 for env in tuple(self._envs):
                     group.start_soon(env.close)
             for snapshot in tuple(self._snapshots):
-                snapshot.worker.kill("the fork server was closed")
+                if snapshot.worker is not None:
+                    snapshot.worker.kill("the fork server was closed")
             await self._template.stop()
             self._workers.clear()
             self._snapshots.clear()
@@ -238,7 +224,7 @@ class ForkEnv:
 
     supports_snapshot = True
 
-    def __init__(self, server: ForkServer, worker: Worker, event: _Event) -> None:
+    def __init__(self, server: ForkServer, worker: Worker, event: Event) -> None:
         self.server = server
         self.worker = worker
         self._event = event
@@ -266,7 +252,7 @@ class ForkEnv:
             self._stage.state = "failed"
             await self.server._retire(self.worker, f"this branch has failed: {error}")
             raise
-        self._event = _Event(self._event, call, arguments.get("action"), _wire.fingerprint(answer))
+        self._event = Event(self._event, call, arguments.get("action"), _wire.fingerprint(answer))
         self._stage.after(step)
         return step
 
@@ -278,9 +264,21 @@ class ForkEnv:
         self._stage.enter("snapshot")
         server = self.server
         with server._timed("snapshot"):
-            worker = await server._copied(self.worker, None)
+            worker = await self._frozen()
             server.counters.snapshots += 1
         return ForkSnapshot(server, worker, self._event, self._stage.state)
+
+    async def _frozen(self) -> Worker | None:
+        """A copy, or None where the history has to do."""
+        try:
+            return await self.server._copied(self.worker, None)
+        except SnapshotUnsupported as error:
+            if self.server.unforkable == "refuse":
+                raise
+            (_, task), _ = self._event.opened
+            self.server._left_to_replay(task.root, error)
+        await self.worker.call("repeatable", self.server.step_timeout_s)
+        return None
 
     async def close(self) -> None:
         """Lets the world close, then ends its process. Safe to repeat."""
@@ -302,11 +300,14 @@ class ForkEnv:
 
 
 class ForkSnapshot:
-    """A frozen process. It can be restored any number of times, also when branches that it gave have died."""
+    """A frozen process. It can be restored any number of times, also when branches that it gave have died.
+
+    Without a process (``worker`` None) it is the history of a state that a fork cannot copy, and is repeated.
+    """
 
     digest = ""
 
-    def __init__(self, server: ForkServer, worker: Worker, event: _Event, stage: str) -> None:
+    def __init__(self, server: ForkServer, worker: Worker | None, event: Event, stage: str) -> None:
         self.id = f"fork-{server.counters.snapshots}"
         self.server = server
         self.worker = worker
@@ -314,77 +315,78 @@ class ForkSnapshot:
         self._stage = stage
         self._rebasing = anyio.Lock()
         self._rebase = True
+        self._discarded = False
         event.frozen.append(weakref.ref(self))
         server._snapshots.add(self)
 
     @property
+    def alive(self) -> bool:
+        """Whether there is a process to fork."""
+        return self.worker is not None and self.worker.dead is None
+
+    @property
     def depth(self) -> int:
         """The number of forks between the zygote and this process."""
-        return self.worker.depth
+        return 0 if self.worker is None else self.worker.depth
 
     async def restore(self, noise: Noise) -> ForkEnv:
         """An independent live environment that goes on from here with its own luck.
 
-        Raises SandboxFailure when the frozen process is gone or no new one can be had.
+        Raises SandboxFailure when the frozen process is gone or no new one can be had, and SnapshotUnsupported when a
+        history is answered differently this time.
         """
         server = self.server
+        event = Event(self._event, "noise", noise)
         with server._timed("restore"):
+            if self._discarded:
+                raise SandboxFailure(f"snapshot {self.id} was discarded")
             if self.depth >= server.rebase_depth:
                 await self._move_up()
-            worker = await server._copied(self.worker, noise)
+            if self.worker is None:
+                worker = await self._repeat(event, live=True)
+                server.counters.repeats += 1
+            else:
+                worker = await server._copied(self.worker, noise)
             server.counters.restores += 1
-        env = ForkEnv(server, worker, _Event(self._event, "noise", noise))
+        env = ForkEnv(server, worker, event)
         env._stage.state = self._stage
         return env
 
     async def discard(self) -> None:
         """Ends the frozen process. What was restored from it lives on. Safe to repeat."""
+        self._discarded = True
         self.server._snapshots.discard(self)
-        await self.server._retire(self.worker, f"snapshot {self.id} was discarded")
+        if self.worker is not None:
+            await self.server._retire(self.worker, f"snapshot {self.id} was discarded")
 
     async def _move_up(self) -> None:
         """Rebuilds this state on a shallower process by repeating its history; on any difference nothing changes."""
         async with self._rebasing:
-            if not self._rebase or self.worker.dead or self.depth < self.server.rebase_depth:
+            if not self._rebase or self.worker is None or self.worker.dead or self.depth < self.server.rebase_depth:
                 return
-            shallow = None
             try:
-                shallow = await self._repeat()
+                shallow = await self._repeat(self._event, live=False)
             except BranchFailure:
-                shallow = None
-            self._rebase = shallow is not None
-            if shallow is not None:
-                self.server.counters.rebases += 1
-                deep, self.worker = self.worker, shallow
-                await self.server._retire(deep, "moved to a shallower process")
+                self._rebase = False
+                return
+            self.server.counters.rebases += 1
+            deep, self.worker = self.worker, shallow
+            await self.server._retire(deep, "moved to a shallower process")
 
-    async def _repeat(self) -> Worker | None:
-        """A process in this state, forked from the nearest shallow snapshot or opened anew; None when it differs."""
-        server, history = self.server, [self._event]
-        base = _shallow(history[-1], server.rebase_depth // 4)
-        while base is None and history[-1].before is not None:
-            history.append(history[-1].before)
-            base = _shallow(history[-1], server.rebase_depth // 4)
-        events = history[-2::-1]
-        if base is not None:
-            worker = await server._copied(base.worker, None)
-        else:
-            worker = await server._spawn(*history[-1].argument)
-        log = [(e.call, e.argument) for e in events]
+    async def _repeat(self, event: Event, live: bool) -> Worker:
+        """A process in the state after an event, forked from the nearest shallow snapshot or opened anew.
+
+        ``live``: to be played on, else a snapshot. Raises SnapshotUnsupported when it answers differently.
+        """
+        server = self.server
+        base, events = event.since(lambda s: s.alive and s.depth <= server.rebase_depth // 4)
+        opening = server._spawn(*event.opened) if base is None else server._copied(base.worker, None)
+        worker = await opening
         try:
-            answers = await worker.call("replay", server.start_timeout_s, log=log)
-            same = answers["fingerprints"] == [e.answer for e in events]
-        except BranchFailure:
-            same = False
-        if not same:
-            await server._retire(worker, "the history could not be repeated")
-        return worker if same else None
-
-
-def _shallow(event: _Event, depth: int) -> ForkSnapshot | None:
-    """A living snapshot of this point that is at most ``depth`` forks deep."""
-    for reference in event.frozen:
-        snapshot = reference()
-        if snapshot is not None and snapshot.worker.dead is None and snapshot.depth <= depth:
-            return snapshot
-    return None
+            log = [(e.call, e.argument) for e in events]
+            answers = await worker.call("replay", server.start_timeout_s, log=log, freeze=not live)
+            compare(events, answers["fingerprints"])
+        except BaseException as error:
+            await server._retire(worker, f"the history could not be repeated: {error}")
+            raise
+        return worker

@@ -133,16 +133,14 @@ _COPIERS: dict[str, Callable[[Any, Rebuild], Rebuild]] = {
 }
 
 
-class LocalEnv:
+class Resident:
     """A live environment in this process. Failures of the world are typed; calls out of order raise RuntimeError."""
 
     supports_snapshot = True
 
-    def __init__(self, sandbox: InProcess, world: World, luck: Luck, fresh: Rebuild) -> None:
+    def __init__(self, world: World, luck: Luck) -> None:
         self.world = world
-        self._sandbox = sandbox
         self._luck = luck
-        self._fresh = fresh
         self._stage = _drive.Stage()
 
     def reset(self) -> Step:
@@ -167,19 +165,27 @@ class LocalEnv:
         self._stage.after(step)
         return step
 
-    def snapshot(self) -> LocalSnapshot:
-        """A frozen copy; this environment goes on unchanged. Raises SnapshotUnsupported when it cannot be copied."""
-        self._stage.enter("snapshot")
-        with self._luck.mine():
-            rebuild = self._sandbox.copier(self.world, self._fresh)
-        return LocalSnapshot(f"local-{next(self._sandbox._ids)}", self, rebuild)
-
     def close(self) -> None:
         """Lets the world close. Safe to repeat."""
         if self._stage.state != "closed":
             self._stage.state = "closed"
             with self._luck.mine(), _drive.typed("closing the environment"):
                 self.world.close()
+
+
+class LocalEnv(Resident):
+    """A live environment that can copy itself."""
+
+    def __init__(self, sandbox: InProcess, world: World, luck: Luck, fresh: Rebuild) -> None:
+        super().__init__(world, luck)
+        self._sandbox, self._fresh = sandbox, fresh
+
+    def snapshot(self) -> LocalSnapshot:
+        """A frozen copy; this environment goes on unchanged. Raises SnapshotUnsupported when it cannot be copied."""
+        self._stage.enter("snapshot")
+        with self._luck.mine():
+            rebuild = self._sandbox.copier(self.world, self._fresh)
+        return LocalSnapshot(f"local-{next(self._sandbox._ids)}", self, rebuild)
 
 
 class LocalSnapshot:

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from branchpoint.noise import Noise
 from branchpoint.sandbox import _drive
-from branchpoint.sandbox.inprocess import Luck
-from branchpoint.world import Make, SandboxFailure, SnapshotUnsupported, Step, Task, World
+from branchpoint.sandbox.inprocess import Luck, Resident
+from branchpoint.world import Make, SandboxFailure, SnapshotUnsupported, Step, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +41,20 @@ class Replay:
         """Nothing outlives its owner here."""
 
 
-class ReplayEnv:
-    """A live environment that remembers what it did. Failures of the world are typed."""
-
-    supports_snapshot = True
+class ReplayEnv(Resident):
+    """A live environment that remembers what it did."""
 
     def __init__(self, sandbox: Replay, make: Make, task: Task, noise: Noise) -> None:
         self._sandbox, self._make, self._task, self._noise = sandbox, make, task, noise
-        self._luck = Luck()
         self._log: tuple[_Entry, ...] = ()
-        self._stage = _drive.Stage()
-        with self._luck.mine():
-            self.world: World = _drive.build(make, task, noise)
-
-    def reset(self) -> Step:
-        """The first observation."""
-        self._stage.enter("reset")
-        return self._play(None)
-
-    def step(self, action: str) -> Step:
-        """Plays an action."""
-        if not isinstance(action, str):
-            raise TypeError(f"action is {type(action).__name__}; expected str")
-        self._stage.enter("step")
-        return self._play(action)
+        luck = Luck()
+        with luck.mine():
+            world = _drive.build(make, task, noise)
+        super().__init__(world, luck)
 
     def _play(self, action: str | None) -> Step:
-        with self._luck.mine():
-            try:
-                step = _drive.play(self.world, action)
-            except Exception:
-                self._stage.state = "failed"
-                raise
+        step = super()._play(action)
         self._log = (*self._log, _Entry(action, step))
-        self._stage.after(step)
         return step
 
     def snapshot(self) -> ReplaySnapshot:
@@ -86,13 +66,6 @@ class ReplayEnv:
                 "use the forkserver sandbox"
             )
         return ReplaySnapshot(self)
-
-    def close(self) -> None:
-        """Lets the world close. Safe to repeat."""
-        if self._stage.state != "closed":
-            self._stage.state = "closed"
-            with self._luck.mine(), _drive.typed("closing the environment"):
-                self.world.close()
 
 
 class ReplaySnapshot:
