@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from branchpoint.noise import Noise
 from branchpoint.world import SnapshotUnsupported, Task
 
 if TYPE_CHECKING:
+    from branchpoint.sandbox._worker import Worker
     from branchpoint.sandbox.forkserver import ForkSnapshot
 
 Origin = tuple[dict[str, Any], Task]
@@ -54,13 +55,14 @@ class Event:
             event = event.before
         return event.argument
 
-    def since(self, usable: Callable[[ForkSnapshot], bool]) -> tuple[ForkSnapshot | None, list[Event]]:
-        """The nearest usable snapshot of the lineage, if any, and what came after it (or after the opening)."""
+    def since(self, deepest: int) -> tuple[Worker | None, list[Event]]:
+        """The nearest frozen process of the lineage at most so many forks deep, if any, and what came after it (or
+        after the opening)."""
         event, after = self, []
         while True:
             for snapshot in (reference() for reference in event.frozen):
-                if snapshot is not None and usable(snapshot):
-                    return snapshot, after[::-1]
+                if snapshot is not None and snapshot.alive and snapshot.depth <= deepest:
+                    return snapshot.worker, after[::-1]
             if event.before is None:
                 return None, after[::-1]
             after.append(event)

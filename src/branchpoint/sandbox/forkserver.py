@@ -379,9 +379,8 @@ class ForkSnapshot:
         ``live``: to be played on, else a snapshot. Raises SnapshotUnsupported when it answers differently.
         """
         server = self.server
-        base, events = event.since(lambda s: s.alive and s.depth <= server.rebase_depth // 4)
-        opening = server._spawn(*event.opened) if base is None else server._copied(base.worker, None)
-        worker = await opening
+        base, events = event.since(server.rebase_depth // 4)
+        worker = await (server._spawn(*event.opened) if base is None else server._copied(base, None))
         try:
             log = [(e.call, e.argument) for e in events]
             answers = await worker.call("replay", server.start_timeout_s, log=log, freeze=not live)
