@@ -313,8 +313,8 @@ def _decode(
         for rows, readers in g.shared:
             part = [_together(q[lo * kv : hi * kv], keys[slot, :, :rows].transpose(1, 2)) for lo, hi, slot in readers]
             parts.append(torch.cat(part))
-        weights = torch.cat(parts, -1).softmax(-1)
-        own, *shared = weights.split([x.shape[-1] for x in parts], -1)
+        weights = (torch.cat(parts, -1) if g.shared else own).softmax(-1)
+        own, *shared = weights.split([x.shape[-1] for x in parts], -1) if g.shared else (weights,)
         for lo, hi, slot in g.runs:
             v = values[slot : slot + hi - lo].flatten(0, 1)[:, : g.width]
             torch.bmm(own[(lo - g.lo) * kv : (hi - g.lo) * kv], v, out=mixed[lo * kv : hi * kv])

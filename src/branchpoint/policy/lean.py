@@ -1,9 +1,8 @@
 """The sampler's forward pass through the usual decoders, without what only generality needs.
 
 With few rows a step costs as much in bookkeeping (masks, layouts, keyword arguments, decorators) as in arithmetic.
-Llama, Qwen2 and Qwen3 share one block, so that is written out here; projections, norms and the MLP are still the
-model's own modules, adapters included. Any other model, or one with hooks on a module that is passed over, runs its own
-forward.
+Llama, Qwen2 and Qwen3 share one block, so that is written out here; projections and the MLP are still the model's own
+modules, adapters included. Any other model, or one with hooks on a module that is passed over, runs its own forward.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from branchpoint.policy import kvcache
 
@@ -38,9 +38,9 @@ class Lean:
         half = sin.shape[-1] // 2
         sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)  # the sign of the rotation, once for all layers
         for layer in model.layers:
-            h = h + _attention(layer.self_attn, layer.input_layernorm(h), cos, sin, plan)
-            h = h + layer.mlp(layer.post_attention_layernorm(h))
-        return self._causal.lm_head(model.norm(h[keep]))
+            h = h + _attention(layer.self_attn, _normed(layer.input_layernorm, h), cos, sin, plan)
+            h = h + layer.mlp(_normed(layer.post_attention_layernorm, h))
+        return self._causal.lm_head(_normed(model.norm, h[keep]))
 
 
 def lean(model: Any) -> Lean | None:
@@ -51,9 +51,13 @@ def lean(model: Any) -> Lean | None:
     for family in _FAMILIES:
         if _is(causal, family, "ForCausalLM") and _is(causal.model, family, "Model"):
             layers = list(causal.model.layers)
-            if not all(_is(x, family, "DecoderLayer") and _is(x.self_attn, family, "Attention") for x in layers):
+            attention = [x.self_attn for x in layers]
+            norms = [m for x in layers for m in (x.input_layernorm, x.post_attention_layernorm)]
+            norms += [m for x in attention for m in (getattr(x, "q_norm", None), getattr(x, "k_norm", None)) if m]
+            parts = {"DecoderLayer": layers, "Attention": attention, "RMSNorm": [*norms, causal.model.norm]}
+            if not all(_is(m, family, kind) for kind, modules in parts.items() for m in modules):
                 return None
-            return Lean(causal, (model, causal, causal.model, *layers, *(x.self_attn for x in layers)))
+            return Lean(causal, (model, causal, causal.model, *(m for modules in parts.values() for m in modules)))
     return None
 
 
@@ -63,11 +67,18 @@ def _is(module: Any, family: str, kind: str) -> bool:
     return type(module).__name__ == family + kind and type(module).__module__ == home
 
 
+def _normed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """The norm in one call, the same to the bit. In lower precision the module rounds in between, so there it runs."""
+    if x.dtype != torch.float32:
+        return m(x)
+    return F.rms_norm(x, x.shape[-1:], m.weight, m.variance_epsilon)
+
+
 def _attention(m: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, plan: kvcache.Plan) -> torch.Tensor:
     rows, d = len(x), m.head_dim
     q, k, v = (project(x).view(rows, -1, d) for project in (m.q_proj, m.k_proj, m.v_proj))
     if hasattr(m, "q_norm"):
-        q, k = m.q_norm(q), m.k_norm(k)
+        q, k = _normed(m.q_norm, q), _normed(m.k_norm, k)
     q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
     return m.o_proj(kvcache.mix(plan, m.layer_idx, q, k, v, m.scaling).view(rows, -1))
 
