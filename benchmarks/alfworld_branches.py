@@ -1,10 +1,9 @@
-"""ALFWorld: times of loading and stepping a game, and steps a second of 64 live branches in the fork server.
+"""ALFWorld: steps a second of 64 live branches in the fork server. Times of one game: ``alfworld_speed.py``.
 
     OMP_NUM_THREADS=1 python benchmarks/alfworld_branches.py --out benchmarks/baselines/alfworld.json
 
-``engine``: one process, games of all task types in turn, medians: loading untranslated, loading from the cache of
-translations, a step (admissible commands included). ``branches``: four games are opened, snapshotted at their start,
-and restored 16 times each; then all 64 branches take random admissible commands at once, round after round.
+Four games are opened, snapshotted at their start, and restored 16 times each; then all 64 branches take random
+admissible commands at once, round after round.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ import json
 import os
 import platform
 import random
-import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,34 +26,11 @@ from branchpoint.world import Task
 GAMES, BRANCHES = 4, 64
 
 
-def engine(games: list[Task], steps: int) -> dict[str, float]:
-    """Seconds, medians over games: ``load_cold``, ``load_cached``, ``step``."""
-    alfworld.preload()
-    cold, cached, step_times = [], [], []
-    luck = random.Random(0)
-    for task in games:
-        world = alfworld.make(task)
-        for times in (cold, cached):
-            start = time.perf_counter()
-            step = world.reset()
-            times.append(time.perf_counter() - start)
-        for _ in range(steps):
-            action = luck.choice(step.actions)
-            start = time.perf_counter()
-            step = world.step(action)
-            step_times.append(time.perf_counter() - start)
-            if step.done or step.truncated:
-                step = world.reset()
-        world.close()
-    medians = {"load_cold": cold, "load_cached": cached, "step": step_times}
-    return {name: statistics.median(times) for name, times in medians.items()}
-
-
 async def branches(games: list[Task], rounds: int) -> dict[str, float]:
     """Of 64 live branches: steps a second, and seconds to open a game, to snapshot it, and to restore a branch."""
     async with ForkServer(preload=("branchpoint.env.alfworld_warm",)) as server:
         live = []
-        for task in games[:GAMES]:
+        for task in games:
             env = await server.open(alfworld.make, task, Noise(0))
             first = await env.reset()
             snapshot = await env.snapshot()
@@ -82,20 +56,11 @@ async def branches(games: list[Task], rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--games", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as cache:
-        each = options.games // len(alfworld.TASK_TYPES)
-        games = [
-            task
-            for kind in alfworld.TASK_TYPES
-            for task in alfworld.tasks("valid_seen", each, 0, [kind], max_steps=1000, cache=cache)
-        ]
-        result: dict[str, Any] = {"engine": engine(games, options.steps)}
-        result["branches"] = asyncio.run(branches(games, options.rounds))
+    games = [alfworld.tasks("valid_seen", 1, 0, [kind], max_steps=1000)[0] for kind in alfworld.TASK_TYPES[:GAMES]]
+    result: dict[str, Any] = {"branches": asyncio.run(branches(games, options.rounds))}
     result["machine"] = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
     text = json.dumps(result, indent=2)
     print(text)

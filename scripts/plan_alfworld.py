@@ -43,13 +43,10 @@ def solve(row: dict[str, Any]) -> dict[str, Any]:
     game = engine.Game(row["pddl_problem"], "")
     plan = shortest_plan(game, goal)
     won, source = wins(game, plan), "search"
-    game.close()
     if not won:
         source = "planner"
-        game = engine.Game(row["pddl_problem"], "", planning=True)
-        plan = game.plan()
-        won = wins(game, plan)
-        game.close()
+        plan = game.packages_plan()
+        won = wins(engine.Game(row["pddl_problem"], ""), plan)
     seconds = round(time.perf_counter() - start, 2)
     return {"id": row["id"], "plan": plan if won else (), "won": won, "source": source, "seconds": seconds}
 

@@ -1,6 +1,6 @@
 """Record won episodes of the frequency-weighted explorer on training games, for the demo's warm start.
 
-    python scripts/transcribe_alfworld.py record episodes.jsonl --cache FOLDER [--games 350] [--repeats 2]
+    python scripts/transcribe_alfworld.py record episodes.jsonl [--games 350] [--repeats 2]
     python scripts/transcribe_alfworld.py pack episodes.jsonl        write the package data transcripts.jsonl.xz
 
 Compact style, no help, look, inventory or examine, at most 30 steps, the task types of the demo. Recording goes on
@@ -21,12 +21,12 @@ from branchpoint.env import alfworld
 TYPES = ("pick_and_place_simple", "look_at_obj_in_light")
 
 
-def record(path: Path, games: int, repeats: int, minutes: float, cache: str | None) -> None:
+def record(path: Path, games: int, repeats: int, minutes: float) -> None:
     """Append episodes to a file, game by game."""
     path.touch()
     known = {(row["id"], row["seed"]) for row in map(json.loads, path.read_text().splitlines())}
     end = time.monotonic() + 60 * minutes
-    for task in alfworld.tasks("train", games, 0, TYPES, style="compact", drop=True, max_steps=30, cache=cache):
+    for task in alfworld.tasks("train", games, 0, TYPES, style="compact", drop=True, max_steps=30):
         if time.monotonic() > end:
             return
         for seed in range(repeats):
@@ -37,13 +37,9 @@ def record(path: Path, games: int, repeats: int, minutes: float, cache: str | No
 
 
 def pack(path: Path, out: Path) -> None:
-    """Write the won episodes as package data, without the recorder's cache folder."""
+    """Write the won episodes as package data."""
     episodes = [alfworld.episode_of(json.loads(line)) for line in path.read_text().splitlines()]
-    won = []
-    for episode in episodes:
-        if episode.success:
-            metadata = {**episode.task.metadata, "cache": None}
-            won.append(episode._replace(task=replace(episode.task, metadata=metadata)))
+    won = [episode for episode in episodes if episode.success]
     alfworld.save_episodes(out, won)
     turns = sum(len(episode.turns) for episode in won)
     print(f"{len(won)} of {len(episodes)} episodes won, {turns} turns, {out.stat().st_size} bytes in {out}")
@@ -56,10 +52,9 @@ def main() -> None:
     parser.add_argument("--games", type=int, default=350)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=1e6)
-    parser.add_argument("--cache")
     options = parser.parse_args()
     if options.what == "record":
-        record(options.file, options.games, options.repeats, options.minutes, options.cache)
+        record(options.file, options.games, options.repeats, options.minutes)
     else:
         pack(options.file, data.folder() / "transcripts.jsonl.xz")
 

@@ -1,27 +1,24 @@
 """One live ALFWorld game. The only file to import the packages ``alfworld``, ``textworld`` and ``fast_downward``.
 
-The text, the admissible commands and the goal check are the packages' own; tests compare them byte for byte with
-``AlfredDemangler(PddlEnv(...))``. What differs is the time: grammar rules are parsed once a process, a problem is
-translated to SAS once (and kept on disk, if a folder is given), a command is worded once a game, and the 33 MB planner
-library that the packages copy for every environment is used again when a game is closed.
+All words are the packages': the domain's rules, the grammar that tells what happened, the names of things, the goals.
+Tests compare text, admissible commands and outcomes with ``AlfredDemangler(PddlEnv(...))`` byte for byte. What differs
+is the time: the rules are applied to facts by :mod:`branchpoint.env._alfworld_rules` instead of being ground for a
+planner library, the grammar is parsed once a process, and a command is worded once a game.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import hashlib
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import zstandard
-
+from branchpoint.env import _alfworld_rules as rules
 from branchpoint.noise import digest
 from branchpoint.world import EnvironmentFailure
 
@@ -32,13 +29,12 @@ class _Packages(NamedTuple):
     domain: str
     grammar: str
     goals: dict[str, Any]
-    logic: Any
+    pddl: Any
     textgen: Any
-    rule: Any
+    logic: Any
     entity: Any
     demangler: Any
     downward: Any
-    translate: Any
 
 
 @functools.cache
@@ -52,9 +48,10 @@ def _packages() -> _Packages:
             import fast_downward
             from alfworld.agents.utils.misc import Demangler
             from alfworld.gen.goal_library import gdict
-            from textworld.envs.pddl import logic, textgen
+            from textworld import logic
+            from textworld.envs.pddl import logic as pddl
+            from textworld.envs.pddl import textgen
             from textworld.generator.game import EntityInfo
-            from textworld.logic import Rule
     except ImportError as error:
         raise ImportError(
             f'ALFWorld needs the packages alfworld and textworld[pddl]: pip install "branchpoint[alfworld]" ({error})'
@@ -63,15 +60,15 @@ def _packages() -> _Packages:
         if before is None:
             os.environ.pop("ALFWORLD_DATA", None)
     domain, grammar = (Path(path).read_text() for path in (info.ALFRED_PDDL_PATH, info.ALFRED_TWL2_PATH))
-    plain = fast_downward.pddl2sas
-    found = _Packages(domain, grammar, gdict, logic, textgen, Rule, EntityInfo, Demangler, fast_downward, plain)
+    found = _Packages(domain, grammar, gdict, pddl, textgen, logic, EntityInfo, Demangler, fast_downward)
     _memoise(found)
     return found
 
 
 def _memoise(packages: _Packages) -> None:
     """Parse each grammar text once a process. Same results: whoever asks gets a copy of what was parsed."""
-    parse_symbols = packages.textgen._parse_and_convert
+    textgen, rule = packages.textgen, packages.logic.Rule
+    parse_symbols = textgen._parse_and_convert
     parsed: dict[tuple[str, str | None], Any] = {}
 
     def symbols(text: str, rule_name: str | None = None, **options: Any) -> Any:
@@ -80,22 +77,27 @@ def _memoise(packages: _Packages) -> None:
         key = (text, rule_name)
         if key not in parsed:
             parsed[key] = parse_symbols(text, rule_name=rule_name)
-        return copy.deepcopy(parsed[key])
+        return copied(parsed[key])
 
-    packages.textgen._parse_and_convert = symbols
-    packages.textgen.copy_context = _copy_context
-    packages.logic._parse_and_convert = functools.lru_cache(maxsize=4)(packages.logic._parse_and_convert)
-    packages.rule.parse_conjunctive_query = staticmethod(
-        functools.lru_cache(None)(packages.rule.parse_conjunctive_query)
-    )
+    def copied(value: Any) -> Any:
+        if isinstance(value, list):
+            return [copied(part) for part in value]
+        if not isinstance(value, textgen.Symbol):
+            return value
+        symbol = object.__new__(type(value))
+        symbol.__dict__.update({name: copied(part) for name, part in value.__dict__.items()})
+        return symbol
+
+    textgen._parse_and_convert = symbols
+    textgen.deepcopy = copied  # a symbol is changed by the grammar, what it refers to never is
+    textgen.copy_context = _copy_context
+    textgen.check_flag = functools.cache(textgen.check_flag)
+    rule.parse_conjunctive_query = staticmethod(functools.lru_cache(None)(rule.parse_conjunctive_query))
 
 
 def _copy_context(context: dict[str, Any]) -> dict[str, Any]:
     """A context whose two mappings may be extended. Their values are never changed by the grammar."""
     return {**context, "variables": dict(context["variables"]), "mapping": dict(context["mapping"])}
-
-
-# --- translation PDDL -> SAS, the slow part of loading a game -------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -110,69 +112,50 @@ def _quiet() -> Iterator[None]:
         sys.argv = arguments
 
 
-def _parse(problem: str) -> Any:
-    """The packages' task object (types, objects, actions, initial atoms) without grounding it."""
-    with _quiet():
-        from fast_downward.translate import normalize
-        from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions
-
-        domain, text = (lisp_parser.parse_nested_list(part.split("\n")) for part in (_packages().domain, problem))
-        task = parsing_functions.parse_task(domain, text)
-        normalize.normalize(task)
-    return task
-
-
-def _ground(problem: str, optimize: bool) -> tuple[Any, str]:
-    with _quiet():
-        return _packages().translate(_packages().domain, problem, optimize=optimize)
-
-
-def _translate(problem: str, cache: Path | None) -> tuple[Any, str]:
-    """Task object and SAS text of a problem; the text is kept in ``cache``, with a digest that is checked on use."""
-    if cache is None:
-        return _ground(problem, optimize=False)
-    key = hashlib.sha256(f"{_version()}\0{_packages().domain}\0{problem}".encode()).hexdigest()
-    path = cache / f"{key}.sas.zst"
-    with contextlib.suppress(OSError, zstandard.ZstdError):
-        raw = zstandard.ZstdDecompressor().decompress(path.read_bytes())
-        if hashlib.sha256(raw[32:]).digest() == raw[:32]:
-            return _parse(problem), raw[32:].decode()
-    task, sas = _ground(problem, optimize=False)
-    raw = sas.encode()
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=cache, delete=False) as draft:
-        draft.write(zstandard.ZstdCompressor(level=3).compress(hashlib.sha256(raw).digest() + raw))
-    os.replace(draft.name, path)
-    return task, sas
+@functools.cache
+def _logic() -> Any:
+    """The packages' grammar and wording of actions, made once a process: games only read them."""
+    return _packages().pddl.GameLogic(domain=_packages().domain, grammar=_packages().grammar)
 
 
 @functools.cache
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("fast_downward_textworld")
+def _actions() -> tuple[rules.Action, ...]:
+    return rules.actions(_packages().domain)
 
 
-@contextlib.contextmanager
-def _translator(translate: Callable[..., tuple[Any, str]]) -> Iterator[None]:
-    """Let the packages' state constructor, which calls ``fast_downward.pddl2sas`` by name, call ``translate``."""
-    downward = _packages().downward
-    plain = downward.pddl2sas
-    downward.pddl2sas = translate
-    try:
-        yield
-    finally:
-        downward.pddl2sas = plain
+class _Told:
+    """What the grammar asks of a state: the answers of ``textworld.logic.State``, looked up by argument.
 
+    As there, different placeholders stand for different things, and answers are sorted by the things' names.
+    """
 
-# --- the planner library --------------------------------------------------------------------------------------------
+    def __init__(self, state: rules.State) -> None:
+        self._state = state
+        self.variables = {name: _packages().logic.Variable(name, kind) for name, kind in state.types.items()}
 
-_FREE: list[Any] = []
-"""Libraries of closed games. One library holds one game's state; after a fork each process has its own copy of both."""
+    def all_assignments(self, rule: Any, mapping: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+        """All mappings from placeholders to variables that extend ``mapping`` and make the rule's conditions hold."""
+        yield from self._assign(rule.preconditions, 0, dict(mapping))
 
-
-def _borrow() -> Any:
-    return _FREE.pop() if _FREE else _packages().downward.load_lib()
+    def _assign(self, conditions: Sequence[Any], depth: int, mapping: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+        if depth == len(conditions):
+            yield mapping
+            return
+        slots = conditions[depth].parameters
+        pattern = (conditions[depth].name, *(mapping[slot].name if slot in mapping else "" for slot in slots))
+        known = [place for place, word in enumerate(pattern) if word]
+        for fact in sorted(self._state.find(pattern, known[-1])):
+            extended = dict(mapping)
+            for slot, name in zip(slots, fact[1:], strict=True):
+                variable = self.variables[name]
+                if slot not in extended:
+                    if variable in extended.values() or slot.type not in (variable.type, "object"):
+                        break
+                    extended[slot] = variable
+                elif extended[slot] != variable:
+                    break
+            else:
+                yield from self._assign(conditions, depth + 1, extended)
 
 
 @functools.cache
@@ -182,94 +165,105 @@ def _mentioned(template: str) -> frozenset[str]:
 
 
 class Game:
-    """A live game: ``feedback``, ``moves`` (the packages' action of each admissible command, sorted by command) and
-    ``won`` describe the state just reached."""
+    """A live game: ``feedback``, ``moves`` (the action of each admissible command, sorted by command) and ``won``
+    describe the state just reached; ``played`` are the actions that led to it."""
 
-    def __init__(self, problem: str, goal: str, cache: Path | None = None, planning: bool = False) -> None:
-        """``planning``: also translate the problem for the planner, for :meth:`plan`."""
-        packages = _packages()
-        self._logic = packages.logic.GameLogic(domain=packages.domain, grammar=packages.grammar)
-        known = _translate(problem, cache)
-
-        def translate(domain: str, text: str, verbose: bool = False, optimize: bool = False) -> tuple[Any, str]:
-            return _ground(problem, optimize=True) if optimize and planning else known
-
-        self._lib: Any = _borrow()
-        with _translator(translate):
-            self._state = packages.logic.PddlState(self._lib, problem, self._logic)
+    def __init__(self, problem: str, goal: str, played: Sequence[rules.Move] = ()) -> None:
+        """At the game's start, or where ``played`` leads, without ``feedback`` then."""
+        self._problem = problem
+        self._state = rules.State(_actions(), problem)
+        self._told = _Told(self._state)
         self._entities = self._name_entities()
         self._names = {name: entity.name for name, entity in self._entities.items()}
         self._worded: dict[tuple[str, ...], str] = {}
-        intro = self._logic.grammar.derive("#intro#", self._context({}))
-        self.feedback: str = intro.replace(GOAL, goal)
+        self.played: list[rules.Move] = []
+        self.feedback = "" if played else _logic().grammar.derive("#intro#", self._context({})).replace(GOAL, goal)
+        for move in played:
+            self._apply(move)
         self._look()
 
     def _name_entities(self) -> dict[str, Any]:
+        """The packages' name of every thing that a fact of the first state mentions."""
         packages = _packages()
-        arguments = {v.name: v.type for fact in self._state.facts for v in fact.arguments}
-        entities = {name: packages.entity(name, arguments[name]) for name in sorted(arguments)}
+        mentioned = sorted({name for fact in self._state.facts for name in fact[1:]})
+        entities = {name: packages.entity(name, self._state.types[name]) for name in mentioned}
         names = packages.demangler(game_infos=entities, shuffle=False)
         for entity in entities.values():
             entity.name = names.demangle_alfred_name(entity.id)
             entity.definite, entity.indefinite = "the", "a"
         return entities
 
+    def _mapping(self, move: rules.Move) -> dict[Any, Any]:
+        logic = _packages().logic
+        slots = self._state.parameters(move[0])
+        return {
+            logic.Placeholder(slot.strip("?"), kind): self._told.variables[value]
+            for (slot, kind), value in zip(slots, move[1], strict=True)
+        }
+
     def _context(self, mapping: dict[Any, Any]) -> dict[str, Any]:
         """What the grammar words a text from: the state, and the arguments of an action."""
         return {
-            "state": self._state,
+            "state": self._told,
             "facts": (),
             "variables": {slot.name: self._entities[value.name] for slot, value in mapping.items()},
             "mapping": mapping,
             "entity_infos": self._entities,
         }
 
-    def _command(self, action: Any) -> str:
+    def _command(self, move: rules.Move) -> str:
         """The command of an action. It depends on the arguments that its template mentions and on constants of the game
         (names; where receptacles stand), so it is worded once."""
-        mentioned = _mentioned(action.command_template)
-        arguments = (value.name for slot, value in action.mapping.items() if slot.name in mentioned)
-        key = (action.name, *arguments)
+        name, arguments = move
+        template = _logic().actions[name].template
+        mentioned, slots = _mentioned(template), self._state.parameters(name)
+        key = (name, *(value for (slot, _), value in zip(slots, arguments, strict=True) if slot[1:] in mentioned))
         if key not in self._worded:
-            context = self._context(action.mapping)
-            action.command_template = self._logic.grammar.derive(action.command_template, context)
-            self._worded[key] = action.format_command(self._names)
+            text = _logic().grammar.derive(template, self._context(self._mapping(move)))
+            self._worded[key] = text.format(**self._names)
         return self._worded[key]
 
     def _look(self) -> None:
-        moves: dict[str, Any] = {}
-        for action in self._state.all_applicable_actions():
-            moves.setdefault(self._command(action), action)
+        moves: dict[str, rules.Move] = {}
+        for move in self._state.moves():
+            moves.setdefault(self._command(move), move)
         self.moves = dict(sorted(moves.items()))
-        self.won = bool(self._state.check_goal())
+        self.won = self._state.won
+
+    def _apply(self, move: rules.Move) -> None:
+        self._state.play(move)
+        self.played.append(move)
 
     def play(self, command: str) -> None:
         """Carry out an admissible command; anything else leaves the state as it is ("Nothing happens.")."""
-        action = self.moves.get(command)
-        if action is None:
+        move = self.moves.get(command)
+        if move is None:
             self.feedback = "Nothing happens."
             return
-        self._state.apply(action)
-        self.feedback = self._logic.grammar.derive(action.feedback_rule, self._context(action.mapping))
+        self._apply(move)
+        rule = _logic().actions[move[0]].feedback_rule
+        self.feedback = _logic().grammar.derive(rule, self._context(self._mapping(move)))
         self._look()
 
-    def plan(self) -> tuple[str, ...]:
-        """The commands of a plan from here to the goal by the packages' planner, empty when it finds none."""
-        return tuple(self._state.replan(self._entities))
-
-    def facts(self) -> list[tuple[str, tuple[str, ...]]]:
-        """The facts of the state just reached: predicate and arguments, as the engine names them."""
-        return [(fact.name, tuple(value.name for value in fact.arguments)) for fact in self._state.facts]
+    def facts(self) -> list[rules.Fact]:
+        """The facts of the state just reached, as the engine names them: predicate and arguments."""
+        return sorted(self._state.facts)
 
     def name_of(self, entity: str) -> str:
         """What commands call an entity of the engine (``desk 1``)."""
         return self._entities[entity].name
 
-    def close(self) -> None:
-        """Give the library back. Harmless when called twice."""
-        if self._lib is not None:
-            _FREE.append(self._lib)
-            self._lib = None
+    def packages_plan(self) -> tuple[str, ...]:
+        """The commands of a shortest plan from the game's start to the goal by the packages' planner, empty when it
+        finds none. May take minutes and a gigabyte."""
+        packages = _packages()
+        logic = packages.pddl.GameLogic(domain=packages.domain, grammar=packages.grammar)
+        library = packages.downward.load_lib()
+        try:
+            with _quiet():
+                return tuple(packages.pddl.PddlState(library, self._problem, logic).replan(self._entities))
+        finally:
+            packages.downward.close_lib(library)
 
 
 def goal_text(game_id: str, task_type: str, params: dict[str, Any]) -> str:
@@ -284,8 +278,6 @@ def goal_text(game_id: str, task_type: str, params: dict[str, Any]) -> str:
 
 
 def preload() -> None:
-    """Do now what the first game of a process does once: import, parse the grammar, load a library."""
-    packages = _packages()
-    packages.logic.GameLogic(domain=packages.domain, grammar=packages.grammar)
-    if not _FREE:
-        _FREE.append(_borrow())
+    """Do now what the first game of a process does once: import the packages, read the grammar and the rules."""
+    _logic()
+    _actions()

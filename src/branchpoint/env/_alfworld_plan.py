@@ -18,7 +18,7 @@ class Room:
     """The facts of a game's first state that a plan depends on, under the names that commands use."""
 
     def __init__(self, game: Game) -> None:
-        facts = [(name, [game.name_of(argument) for argument in arguments]) for name, arguments in game.facts()]
+        facts = [(name, [game.name_of(argument) for argument in arguments]) for name, *arguments in game.facts()]
 
         def pairs(predicate: str) -> list[tuple[str, str]]:
             return sorted((args[0].strip(), args[1].strip()) for name, args in facts if name == predicate)

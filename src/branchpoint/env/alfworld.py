@@ -11,8 +11,6 @@ Dials (``Task.metadata``, set by :func:`tasks`):
   small model needs not compare the words.
 * ``drop``: take help, look, inventory and examine out of the admissible commands.
 * ``max_steps``: the step limit, 50 as in the ALFWorld paper (Shridhar et al., 2021, https://arxiv.org/abs/2010.03768).
-* ``cache``: a folder for translated problems, which makes loading a game about ten times faster from the second time
-  on; None: no cache.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ RULES = (
 
 
 class AlfworldWorld:
-    """One game. Not copyable (its state lives in a C library): fork the process, or replay the commands.
+    """One game. Its state is the list of actions played, so it can be saved and set (``get_state``, ``set_state``).
 
     ``Step.actions``: the admissible commands, sorted. Reward 1 and ``done`` at the goal, else 0; ``truncated`` at the
     step limit. An inadmissible command costs a step and changes nothing. ``info``: success, steps, game.
@@ -61,10 +59,9 @@ class AlfworldWorld:
 
     def reset(self) -> Step:
         """Load the game anew. The observation states the goal and lists the receptacles."""
-        self.close()
-        row, cache = self._row, self._dials.cache
+        row = self._row
         goal = engine.goal_text(row["id"], row["task_type"], row["pddl_params"])
-        self._game = engine.Game(row["pddl_problem"], goal, Path(cache) if cache else None)
+        self._game = engine.Game(row["pddl_problem"], goal)
         self._steps, self._over = 0, False
         return self._step(text.first_observation(self._game.feedback, self._goal, self._dials.style))
 
@@ -79,9 +76,20 @@ class AlfworldWorld:
 
     def close(self) -> None:
         """End the game. Harmless when called twice."""
-        if self._game is not None:
-            self._game.close()
         self._game, self._over = None, True
+
+    def get_state(self) -> dict[str, Any]:
+        """JSON values for :meth:`set_state` of a world of the same task. Raises EnvironmentFailure before reset."""
+        if self._game is None:
+            raise EnvironmentFailure(f"game {self._dials.game}: no state before reset()")
+        return {"played": [[name, *things] for name, things in self._game.played], "steps": self._steps}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Load the game and go where ``state`` was."""
+        played = [(name, tuple(things)) for name, *things in state["played"]]
+        self._game = engine.Game(self._row["pddl_problem"], "", played)
+        self._steps, self._over = state["steps"], False
+        self._step("")
 
     def _step(self, observation: str) -> Step:
         assert self._game is not None
@@ -103,7 +111,6 @@ class Dials(NamedTuple):
     style: str = "full"
     drop: bool = False
     max_steps: int = 50
-    cache: str | None = None
     mark: bool = False
 
     @classmethod
@@ -127,7 +134,7 @@ def make(task: Task) -> AlfworldWorld:
 
 
 def preload() -> None:
-    """Import the engine and parse its grammar now (about a second), e.g. in a process that is going to be forked."""
+    """Import the engine and read its grammar and rules now (a second or two), e.g. in a process that will be forked."""
     engine.preload()
 
 
@@ -140,7 +147,6 @@ def tasks(
     style: Style = "full",
     drop: bool = False,
     max_steps: int = 50,
-    cache: str | None = None,
     mark: bool = False,
 ) -> tuple[Task, ...]:
     """``n`` games of a split (all when None) in an order keyed by ``seed``; splits never share a game.
@@ -158,7 +164,7 @@ def tasks(
     if n is not None and not 0 < n <= len(games):
         raise ValueError(f"n is {n}; {split} has {len(games)} games of these task types")
     order = Noise(seed).at("alfworld", "order", split).permutation(len(games))
-    dials = {"style": style, "drop": drop, "max_steps": max_steps, "cache": cache, "mark": mark}
+    dials = {"style": style, "drop": drop, "max_steps": max_steps, "mark": mark}
     return tuple(_task(games[i], seed, dials) for i in order[:n])
 
 
@@ -174,11 +180,7 @@ def _prompt(metadata: Mapping[str, Any]) -> tuple[Message, ...]:
 
 def _plan(dials: Dials) -> tuple[str, ...]:
     row = data.game(dials.game)
-    game = engine.Game(row["pddl_problem"], "", Path(dials.cache) if dials.cache else None)
-    try:
-        return shortest_plan(game, text.Goal.of(row["task_type"], row["pddl_params"]))
-    finally:
-        game.close()
+    return shortest_plan(engine.Game(row["pddl_problem"], ""), text.Goal.of(row["task_type"], row["pddl_params"]))
 
 
 def expert(task: Task, kind: Kind = "explorer", *, order: Order = "frequency") -> Expert:
@@ -250,11 +252,11 @@ def transcripts(
     """Recorded episodes that ship with the package and fit the dials (the first ``n``), or None when none does.
 
     They were won by the frequency-weighted explorer on training games of the types pick_and_place_simple and
-    look_at_obj_in_light, with ``style="compact"`` and ``drop=True``. Any ``max_steps``, ``cache`` and ``mark`` fit: the
-    tasks returned carry the given ones, and the marks are set here as the world sets them.
+    look_at_obj_in_light, with ``style="compact"`` and ``drop=True``. Any ``max_steps`` and ``mark`` fit: the tasks
+    returned carry the given ones, and the marks are set here as the world sets them.
     """
     kinds = TASK_TYPES if task_types is None else tuple(task_types)
-    free = {name: dials.pop(name) for name in ("max_steps", "cache", "mark") if name in dials}
+    free = {name: dials.pop(name) for name in ("max_steps", "mark") if name in dials}
     chosen = []
     for task, turns, _ in load_episodes(data.folder() / "transcripts.jsonl.xz"):
         fits = all(task.metadata.get(name) == value for name, value in dials.items())

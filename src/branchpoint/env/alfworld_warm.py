@@ -1,5 +1,4 @@
-"""Importing this module gets a process ready for ALFWorld games: packages imported, grammar parsed, one library loaded,
-and the list of games read.
+"""Importing this module gets a process ready for ALFWorld games: packages imported, grammar, rules and index read.
 
 ``ForkServer(preload=("branchpoint.env.alfworld_warm",))`` does it once for all environments that are forked from there.
 """
