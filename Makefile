@@ -8,13 +8,14 @@ export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 2147483648
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test check slow bench clean help
+.PHONY: demo test check slow ecosystem bench clean help
 
 help:
 	@echo "make demo    train a small agent on a rollout tree (CPU, about 10 minutes)"
 	@echo "make test    run the test-suite"
 	@echo "make check   ruff, pyright, layer rules, file and function sizes"
 	@echo "make slow    the long studies that 'make test' leaves out"
+	@echo "make ecosystem  tests against the real OpenEnv and verifiers, each in a virtual environment of its own"
 	@echo "make bench   all benchmarks (writes benchmarks/baselines/*.json)"
 
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/setup.sh
@@ -29,6 +30,9 @@ test: $(VENV)/.ready check
 
 slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
+
+ecosystem:
+	PYTHON="$(PYTHON)" bash scripts/ecosystem.sh
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check src tests benchmarks scripts
