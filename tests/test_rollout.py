@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from branchpoint.advantage import Rloo
+from branchpoint.advantage import Rloo, Tree
 from branchpoint.ledger import Ledger
 from branchpoint.noise import Noise
 from branchpoint.rollout import Grower, Limits
 from branchpoint.sandbox.inprocess import InProcess
 from branchpoint.scheduler import Fixed, Flat, Threshold, TopEntropy
-from branchpoint.store import dump_tree
+from branchpoint.store import dump_tree, load_tree
 from branchpoint.testing.fakes import CoinWorld, CounterWorld, FakePolicy, FakeSession
 from branchpoint.tree import RolloutTree, Segments
-from branchpoint.world import GraderFailure, SandboxFailure, SnapshotUnsupported, Step, Task, UserError
+from branchpoint.world import GraderFailure, PolicyFailure, SandboxFailure, SnapshotUnsupported, Step, Task, UserError
 
 TASK = Task("count", "counter", seed=5, metadata={"target": 3, "limit": 8})
 
@@ -497,3 +497,162 @@ def test_a_single_root_forked_at_its_first_token_is_a_group_of_forks() -> None:
     assert [b.fork.node for b in tree.branches[1:]] == [(0, 0, 0), (0, 0, 0)]  # type: ignore[union-attr]
     tree, _ = grow(Threshold(roots=1, width=3, threshold=0.0, max_forks=1, start=True, nested=False), turns=4)
     assert len(tree.branches) == 3
+
+
+class _Breaking(FakePolicy):
+    """Its engine fails once, in the first action that answers a step of which ``when`` is true, after the siblings of
+    that action have left. ``silent``: it does not say when an action begins."""
+
+    def __init__(self, when: Callable[[Step], bool] | None = None, silent: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.when, self.silent = when, silent
+
+    def open(self) -> Any:
+        return _BreakingSession(self, [])
+
+
+class _BreakingSession(FakeSession):
+    async def act(
+        self, observation: Any, step: Step, noise: Noise, max_tokens: int, prefix: Any = None, begun: Any = None
+    ) -> Any:
+        policy: Any = self.policy
+        action = await super().act(observation, step, noise, max_tokens, prefix, None if policy.silent else begun)
+        for _ in range(4):  # the siblings leave
+            await asyncio.sleep(0)
+        if policy.when is not None and policy.when(step):
+            policy.when = None
+            raise PolicyFailure("the model failed: OutOfMemoryError")
+        return action
+
+    def fork(self, length: int) -> Any:
+        return _BreakingSession(self.policy, self.tokens[:length])
+
+
+def grow_with(
+    policy: Any, scheduler: Any, make: Any = CounterWorld, sandbox: Any = None, **limits: Any
+) -> tuple[RolloutTree, Ledger]:
+    ledger = Ledger()
+    grower = Grower(policy, sandbox or InProcess(), scheduler, Limits(turns=8, **limits), "independent", ledger)
+    return asyncio.run(grower.grow(make, TASK, Noise(1, 1))), ledger
+
+
+def shapes(tree: RolloutTree) -> list[tuple[Any, list[str]]]:
+    return [(b.fork, [t.text for t in b.turns]) for b in tree.branches]
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_siblings_outlive_a_branch_whose_action_fails_after_they_left(at: int) -> None:
+    """The model runs out of memory in the very action whose siblings have left: they hang on a turn without one."""
+    scheduler = Flat(roots=4) if at == 0 else Fixed(roots=1, at=(0.1,), width=3, expected=10, adapt=False)
+    first = "count to 3"
+    policy = _Breaking(lambda step: (step.observation == first) == (at == 0), restrict=True)
+    tree, ledger = grow_with(policy, scheduler)
+    whole, _ = grow_with(_Breaking(restrict=True), scheduler)
+    assert [b.stop == "failed" for b in tree.branches] == [True] + [False] * (len(tree.branches) - 1)
+    assert shapes(tree)[1:] == shapes(whole)[1:]
+    left = tree.branches[0].turns[at]
+    assert len(tree.branches[0].turns) == at + 1
+    assert len(left.action) == 0
+    assert left.observation.tolist() == whole.branches[0].turns[at].observation.tolist()
+    assert dump_tree(load_tree(dump_tree(tree))) == dump_tree(tree)
+    segments = Segments.of(tree)
+    assert segments.leaf.sum() == len(tree.branches) - 1
+    assert np.isfinite(Tree().credit(segments).up).all()
+    sampled = sum(len(t.action) for b in tree.branches for t in b.turns)
+    lost = len(whole.branches[0].turns[at].action)
+    assert ledger.generated_tokens == sampled + lost, "what the failed action sampled is spent"
+
+
+class _Fragile(InProcess):
+    """The world that is opened first dies at its first step. ``scarce``: no second one can be had."""
+
+    def __init__(self, scarce: bool = False) -> None:
+        super().__init__()
+        self.opened, self.scarce = 0, scarce
+
+    def open(self, make: Any, task: Task, noise: Noise) -> Any:
+        self.opened += 1
+        if self.scarce and self.opened > 1:
+            raise SandboxFailure("no process can be had")
+        env = super().open(make, task, noise)
+        return _Dying(env) if self.opened == 1 else env
+
+
+def test_siblings_outlive_a_root_that_cannot_be_opened_again() -> None:
+    tree, ledger = grow_with(FakePolicy(restrict=True), Flat(roots=3), sandbox=_Fragile(scarce=True))
+    assert [b.stop == "failed" for b in tree.branches] == [True, False, False]
+    assert "no process can be had" in tree.branches[0].failure.message  # type: ignore[union-attr]
+    assert ledger.retried_branches == 2
+    assert Segments.of(tree).leaf.sum() == 2
+
+
+@pytest.mark.parametrize("scheduler", [Flat(roots=3), Threshold(roots=1, width=3, threshold=-1.0, start=True)])
+def test_a_retried_root_makes_its_group_once(scheduler: Any) -> None:
+    tree, ledger = grow_with(FakePolicy(restrict=True), scheduler, sandbox=_Fragile())
+    whole, without = grow_with(FakePolicy(restrict=True), scheduler)
+    assert ledger.retried_branches == 1
+    assert dump_tree(tree) == dump_tree(whole)
+    assert ledger.snapshots == without.snapshots
+
+
+def test_a_retried_root_that_is_shown_something_else_is_left_out() -> None:
+    """Its siblings saw the first observation; theirs is the tree."""
+    seen = iter(range(100))
+
+    class Moody(CounterWorld):
+        def reset(self) -> Step:
+            return Step(f"hello {next(seen)}", actions=super().reset().actions)
+
+    tree, _ = grow_with(FakePolicy(restrict=True), Flat(roots=3), Moody, _Fragile())
+    assert [b.stop == "failed" for b in tree.branches] == [True, False, False]
+    assert "another first observation" in tree.branches[0].failure.message  # type: ignore[union-attr]
+    assert tree.branches[0].turns[0].shown == "hello 0"
+    lone, ledger = grow_with(FakePolicy(restrict=True), Flat(roots=1), Moody, _Fragile())
+    assert ledger.retried_branches == 1
+    assert not lone.branches[0].failure, "nobody else saw what the first attempt was shown"
+
+
+def test_a_restore_may_take_as_long_as_a_start() -> None:
+    class Slow(InProcess):
+        def open(self, make: Any, task: Task, noise: Noise) -> Any:
+            return _SlowRestore(super().open(make, task, noise))
+
+    tree, _ = grow_with(FakePolicy(restrict=True), Flat(roots=2), sandbox=Slow(), step_seconds=0.1, start_seconds=60)
+    assert not [b.failure for b in tree.branches if b.failure]
+    tree, _ = grow_with(FakePolicy(restrict=True), Flat(roots=2), sandbox=Slow(), step_seconds=0.1, start_seconds=0.2)
+    assert "restore took over 0.2 s (limits.start_seconds)" in tree.branches[1].failure.message  # type: ignore[union-attr]
+
+
+class _SlowRestore(_Refusing):
+    def snapshot(self) -> Any:
+        return _SlowSnapshot(self.inner.snapshot())
+
+
+class _SlowSnapshot(_RefusingSnapshot):
+    async def restore(self, noise: Noise) -> Any:
+        await asyncio.sleep(0.5)
+        return self.inner.restore(noise)
+
+
+def test_an_observation_that_cannot_be_shown_fails_its_branch_alone() -> None:
+    class Strict(FakePolicy):
+        def observe(self, task: Task, step: Step, first: bool) -> Any:
+            if step.observation == "count -1":
+                raise ValueError("the template knows no minus")
+            return super().observe(task, step, first)
+
+    tree, _ = grow_with(Strict(restrict=True), Flat(roots=8))
+    failed = [b for b in tree.branches if b.failure]
+    assert 0 < len(failed) < 8
+    for b in failed:
+        assert b.failure.kind == "policy"  # type: ignore[union-attr]
+        assert "cannot be shown: ValueError: the template knows no minus" in b.failure.message  # type: ignore[union-attr]
+        assert b.turns[-1].info == {"count": -1}
+    assert not [b for b in tree.scored for t in b.turns if t.shown == "count -1"]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda s: f"{s.kind}-{s.roots}")
+def test_a_policy_that_does_not_say_when_an_action_begins_grows_the_same_tree(scheduler: Any) -> None:
+    silent, _ = grow_with(_Breaking(silent=True, restrict=True), scheduler)
+    assert dump_tree(silent) == dump_tree(grow_with(_Breaking(restrict=True), scheduler)[0])
+    assert len(silent.branches) > 1

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from learner_helpers import random_tree
 
-from branchpoint.tree import Branch, Credit, Fork, RolloutTree, Segments, Turn
+from branchpoint.advantage import Credit
+from branchpoint.tree import Branch, Fork, RolloutTree, Segments, Turn
 from branchpoint.world import Failure, Task
 
 TASK = Task("t", "r")
@@ -175,3 +176,28 @@ def test_malformed_records_are_refused() -> None:
         Credit(np.zeros(1), np.ones(1), np.ones(1))
     with pytest.raises(ValueError, match="read-only"):
         turn([1], [2]).action[0] = 5
+
+
+def test_no_stage_can_write_on_what_it_is_given() -> None:
+    """Turns, segments and credit are read-only; the arrays that they were made from stay their owner's."""
+    ids = np.array([3, 4], np.int32)
+    kept = Turn([1], [3], [-1.0], [-2.0], [0.5], allowed=(ids,))  # type: ignore[arg-type]
+    tree = RolloutTree(TASK, (Branch(0, None, (kept,), "done"),))
+    segments = Segments.of(tree)
+    up = np.array([0.0, 1.0])
+    credit = Credit(up, -up, up)
+    arrays = [kept.observation, kept.action, kept.logprobs, kept.entropies, kept.allowed[0]]  # type: ignore[index]
+    for data in (segments, credit):
+        arrays += [v for f in dataclasses.fields(data) if isinstance(v := getattr(data, f.name), np.ndarray)]
+    arrays += segments.allowed.values()
+    assert len(arrays) == 5 + 12 + 3 + 1
+    for array in arrays:
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 0
+    ids[0] = up[0] = 2
+
+
+def test_a_tree_prints_without_its_turns() -> None:
+    turns = tuple(turn([7] * 50, [8] * 50) for _ in range(100))
+    tree = RolloutTree(TASK, (Branch(0, None, turns, "done"),))
+    assert len(repr(tree)) < 400

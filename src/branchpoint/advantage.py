@@ -19,15 +19,55 @@ return are rounding of sums and are set to 0), and ``Credit.informative`` is Fal
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from branchpoint.tree import Array, Credit, Segments
+from branchpoint.tree import Array, Segments, seal
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Credit:
+    """What each token of ``Segments`` receives (all [N], 0 where not sampled or not trained).
+
+    ``up`` >= 0 and ``down`` <= 0 are kept apart because a token shared by several leaves may be pushed both ways and
+    PPO clips the two directions differently. ``share`` is the token's weight in KL, entropy and the normaliser: the
+    shares of one depth sum to at most 1, except where an estimator gives every token the share 1 (``bpo`` with
+    ``normaliser`` sum). ``informative``: whether anything but zero was given (a group whose members all scored alike
+    carries no signal). Read-only.
+    """
+
+    up: Array
+    down: Array
+    share: Array
+
+    def __post_init__(self) -> None:
+        seal(self)
+        for name in ("up", "down", "share"):
+            value = getattr(self, name)
+            if value.ndim != 1 or not np.all(np.isfinite(value)):
+                raise ValueError(f"credit.{name} must be a finite vector")
+        if np.any(self.up < 0) or np.any(self.down > 0) or np.any(self.share < 0):
+            raise ValueError("credit needs up >= 0, down <= 0 and share >= 0")
+
+    @property
+    def informative(self) -> bool:
+        return bool(np.any(self.up) or np.any(self.down))
+
+    @staticmethod
+    def of(segments: Segments, advantage: Array, weight: Array) -> Credit:
+        """One advantage A and one weight w a segment: up = w max(A, 0), down = w min(A, 0), share = w."""
+        w = np.where(segments.trained, weight, 0.0)
+        return Credit(
+            up=segments.to_tokens(w * np.maximum(advantage, 0.0)),
+            down=segments.to_tokens(w * np.minimum(advantage, 0.0)),
+            share=segments.to_tokens(w),
+        )
 
 
 class _Strategy(BaseModel):

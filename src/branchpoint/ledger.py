@@ -13,7 +13,9 @@ class Ledger:
     """Counters since the start of the run. Counts are exact and repeatable; ``*_seconds`` are clocks and are not: of
     each, the wall time during which at least one such thing was going on.
 
-    ``generated_tokens``: sampled by the policy, those of failed branches included. ``prompt_tokens``: observations.
+    What was done twice counts twice: a branch that is retried books its steps, tokens, snapshots, restores and refused
+    forks again. ``generated_tokens``: sampled by the policy, those of failed branches and of actions that failed
+    half-way included. ``prompt_tokens``: observations. ``warm_start_tokens``: of the expert's rows, each epoch counted.
     ``trained_packed`` / ``trained_flat``: tokens of the rows that were learnt from, counted once a batch however many
     epochs it took: shared ones once / once per leaf. ``forks_refused``: no snapshot could be taken there.
     """
@@ -22,6 +24,7 @@ class Ledger:
     env_steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    warm_start_tokens: int = 0
     trained_packed: int = 0
     trained_flat: int = 0
     snapshots: int = 0

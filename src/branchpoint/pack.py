@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from branchpoint.tree import Credit, Segments
+from branchpoint.advantage import Credit
+from branchpoint.tree import Segments
 
 Index = npt.NDArray[np.int64]
 Real = npt.NDArray[np.float64]

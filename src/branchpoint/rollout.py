@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from branchpoint.growing import Growing, Held, at_root, nothing, played, unplayed
 from branchpoint.ledger import Ledger
 from branchpoint.noise import Arm, Noise
 from branchpoint.scheduler import Point, Scheduler, Start, Watch
 from branchpoint.session import Action, Begun, Policy, Session
-from branchpoint.tree import Branch, Fork, Ints, RolloutTree, Stop, Turn
+from branchpoint.tree import Ints, RolloutTree, Stop
 from branchpoint.world import (
     BranchFailure,
     Env,
@@ -25,7 +26,6 @@ from branchpoint.world import (
     PolicyFailure,
     Sandbox,
     SandboxFailure,
-    Snapshot,
     SnapshotUnsupported,
     Step,
     Task,
@@ -34,6 +34,10 @@ from branchpoint.world import (
 )
 
 T = TypeVar("T")
+
+_BOUNDS = {"open": ("start_seconds",), "reset": ("start_seconds",), "restore": ("start_seconds", "step_seconds")}
+"""The limits of what is asked of the world, the larger one of two; ``step_seconds`` for all else. A restore may have to
+start a process and repeat a history in it."""
 
 
 class Limits(BaseModel):
@@ -51,64 +55,7 @@ class Limits(BaseModel):
     live: int = Field(default=256, ge=1)
 
 
-@dataclass(slots=True, eq=False)
-class _Growing:
-    """A branch while it grows. ``key`` is its place in the tree, never its arrival, so seeds and ids do not depend on
-    timing. ``shared``: the tokens of its first action that it has in common with its parent."""
-
-    key: tuple[int, ...]
-    noise: Noise
-    parent: _Growing | None = None
-    point: Point | None = None
-    shared: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
-    sampled: int = 0  # tokens sampled on the path so far, the parent's included
-    turns: list[Turn] = field(default_factory=list)
-    stop: Stop = "failed"
-    failure: Failure | None = None
-    heirs: int = 0  # siblings that share tokens sampled by this branch (the root group does not)
-    rooted: bool = False  # the root group has been started
-    frozen: set[int] = field(default_factory=set)  # turns of which a snapshot has been taken
-
-    @property
-    def turn(self) -> int:
-        """The absolute index of the turn to come."""
-        return len(self.turns) + (0 if self.point is None else self.point.turn)
-
-    @property
-    def order(self) -> int:
-        """A parent comes before its children."""
-        return 0 if self.parent is None else self.parent.order + 1
-
-    @property
-    def depth(self) -> int:
-        """The number of forks on the path. All roots have depth 0, though all but one are recorded as its forks."""
-        if self.parent is None or self.point is None:
-            return 0
-        return self.parent.depth + ((self.point.turn, self.point.token) != (0, 0))
-
-    def record(self, ids: dict[int, int]) -> Branch:
-        fork = None
-        if self.parent is not None and self.point is not None:
-            fork = Fork(ids[id(self.parent)], self.point.turn, self.point.token, self.point.propensity)
-        return Branch(ids[id(self)], fork, tuple(self.turns), self.stop, self.failure)
-
-
-@dataclass(slots=True, eq=False)
-class _Held:
-    """What a turn needs to be forked: its world before the action, what was shown, and where its action starts (in the
-    context, and in sampled tokens of the path). Freed by its last user: the branch itself while the turn is a
-    candidate, then every sibling. ``failure``: why the world could not be frozen."""
-
-    step: Step
-    start: int
-    sampled: int
-    snapshot: Snapshot | None = None
-    action: Ints = field(default_factory=lambda: np.zeros(0, np.int32))  # so far; shared prefix included
-    users: int = 1
-    failure: BranchFailure | None = None
-
-
-Begin = Callable[[_Growing], Awaitable[tuple[Env, Step]]]
+Begin = Callable[[Growing], Awaitable[tuple[Env, Step]]]
 
 
 class Grower:
@@ -138,10 +85,10 @@ class _Tree:
     def __init__(self, grower: Grower, make: Make, task: Task, noise: Noise) -> None:
         self.grower, self.make, self.task, self.noise = grower, make, task, noise
         self.limits, self.ledger, self.policy = grower.limits, grower.ledger, grower.policy
-        self.branches: list[_Growing] = []
+        self.branches: list[Growing] = []
 
     async def run(self, key: str) -> RolloutTree:
-        root = _Growing((), self.noise.branch(self.grower.arm))
+        root = Growing((), self.noise.branch(self.grower.arm))
         self.branches.append(root)
         async with asyncio.TaskGroup() as self.tasks:
             self.tasks.create_task(self._branch(root, self.policy.open(), self._reset))
@@ -151,8 +98,7 @@ class _Tree:
 
     async def _ask(self, column: str, what: str, call: Callable[..., T | Awaitable[T]], *args: Any) -> T:
         """Ask the world. Every way in which it can let us down becomes a typed failure of this branch."""
-        name = "start_seconds" if what in ("open", "reset") else "step_seconds"
-        limit: float = getattr(self.limits, name)
+        limit, name = max((getattr(self.limits, n), n) for n in _BOUNDS.get(what, ("step_seconds",)))
         try:
             with self.ledger.clock(column):
                 async with asyncio.timeout(limit):
@@ -164,11 +110,17 @@ class _Tree:
         except Exception as e:
             raise EnvironmentFailure(f"{what} raised {type(e).__name__}: {e}") from e
 
-    async def _reset(self, b: _Growing) -> tuple[Env, Step]:
-        """A fresh environment and its first observation."""
+    async def _reset(self, b: Growing) -> tuple[Env, Step]:
+        """A fresh environment and its first observation. Raises EnvironmentFailure where siblings saw another one."""
         env = await self._ask("environment_seconds", "open", self.grower.sandbox.open, self.make, self.task, b.noise)
         try:
-            return env, await self._ask("environment_seconds", "reset", env.reset)
+            step = await self._ask("environment_seconds", "reset", env.reset)
+            if b.first is not None and replace(step, info={}) != replace(b.first, info={}):
+                raise EnvironmentFailure(
+                    "a second reset gave another first observation than the one that siblings have seen: make reset "
+                    "depend on the task alone"
+                )
+            return env, step
         except BaseException:
             await self._close(env)
             raise
@@ -178,13 +130,13 @@ class _Tree:
         with suppress(BranchFailure):
             await self._ask("environment_seconds", "close", env.close)
 
-    async def _release(self, held: _Held) -> None:
+    async def _release(self, held: Held) -> None:
         held.users -= 1
         if held.users == 0 and held.snapshot is not None:
             with suppress(BranchFailure):
                 await self._ask("snapshot_seconds", "discard", held.snapshot.discard)
 
-    async def _branch(self, b: _Growing, context: Session, start: Begin) -> None:
+    async def _branch(self, b: Growing, context: Session, start: Begin) -> None:
         """Run a branch to its end. After an infrastructure failure it runs again with the same keys (so that a retry
         selects nothing), unless siblings live on its tokens. Owns ``context``, its tokens so far."""
         sampled = b.sampled
@@ -204,7 +156,7 @@ class _Tree:
         finally:
             context.close()
 
-    async def _attempt(self, b: _Growing, context: Session, start: Begin) -> None:
+    async def _attempt(self, b: Growing, context: Session, start: Begin) -> None:
         env, step = await start(b)
         session: Session | None = None
         try:
@@ -216,29 +168,29 @@ class _Tree:
                 session.close()
             await self._close(env)
 
-    async def _episode(self, b: _Growing, env: Env, session: Session, step: Step) -> None:
+    async def _episode(self, b: Growing, env: Env, session: Session, step: Step) -> None:
         """Act until the episode ends. Predictable forks leave as soon as they are decided, the others at the end."""
         watch = self._watch(b)
-        candidates: dict[int, _Held] = {}
+        candidates: dict[int, Held] = {}
         # A forked branch starts with the observation in its context already.
-        observation = np.zeros(0, np.int32) if b.point is not None else self.policy.observe(self.task, step, True)
+        observation = nothing() if b.point is not None else self._observe(step, True)
         try:
             while True:
                 turn = b.turn
                 action, candidates[turn] = await self._choose(b, env, session, watch, observation, step)
-                name = f"{'.'.join(map(str, b.key)) or 'root'}@{turn}" if turn in b.frozen else None
+                name = b.name()
                 b.sampled += len(action.tokens)
                 shown = step
                 try:
                     step = await self._ask("environment_seconds", "step", env.step, action.text)
                 except BranchFailure:
-                    b.turns.append(_turn(action, observation, shown, Step(""), name))
+                    b.turns.append(played(action, observation, shown, Step(""), name))
                     raise
                 self.ledger.env_steps += 1
-                b.turns.append(_turn(action, observation, shown, step, name))
+                b.turns.append(played(action, observation, shown, step, name))
                 for t in set(candidates) - set(watch.keeps()):
                     await self._release(candidates.pop(t))
-                observation = self.policy.observe(self.task, step, False)
+                observation = self._observe(step, False)
                 stop = self._stop(b, session.length + len(observation), step)
                 if stop is not None:
                     b.stop = stop
@@ -249,7 +201,16 @@ class _Tree:
             for held in candidates.values():
                 await self._release(held)
 
-    def _watch(self, b: _Growing) -> Watch:
+    def _observe(self, step: Step, first: bool) -> Ints:
+        """The tokens that show a step. A chat format is user code: what it cannot show fails the branch."""
+        try:
+            return self.policy.observe(self.task, step, first)
+        except BranchFailure:
+            raise
+        except Exception as e:
+            raise PolicyFailure(f"the observation cannot be shown: {type(e).__name__}: {e}") from e
+
+    def _watch(self, b: Growing) -> Watch:
         """The scheduler's eyes on this branch."""
         noise, scheduler = self.noise.child("scheduler", *b.key), self.grower.scheduler
         if b.point is None:
@@ -259,27 +220,31 @@ class _Tree:
         return scheduler.watch(noise, Start(b.point.turn, b.point.token, b.sampled, depth))
 
     async def _choose(
-        self, b: _Growing, env: Env, session: Session, watch: Watch, observation: Ints, step: Step
-    ) -> tuple[Action, _Held]:
+        self, b: Growing, env: Env, session: Session, watch: Watch, observation: Ints, step: Step
+    ) -> tuple[Action, Held]:
         """Sample an action, and fork the turn where the scheduler says so; siblings of the whole action leave while the
         branch itself still samples it."""
-        turn, shared = b.turn, b.shared if not b.turns else np.zeros(0, np.int32)
-        held = _Held(step, session.length + len(observation) - len(shared), b.sampled - len(shared))
+        turn, shared = b.turn, b.shared if not b.turns else nothing()
+        held = Held(step, session.length + len(observation) - len(shared), b.sampled - len(shared))
         leaving: list[asyncio.Task[None]] = []
+        met = len(shared) > 0
 
         def begun(entropy: float) -> None:
-            recorded = float(np.float32(entropy))  # as the tree keeps it
-            points = [*self._root_group(b), *watch.meet(turn, recorded)]
+            nonlocal met
+            met, recorded = True, float(np.float32(entropy))  # as the tree keeps it
+            points = _new(b, [*self._root_group(b), *watch.meet(turn, recorded)])
             if points:
-                leaving.append(self.tasks.create_task(self._leave(b, env, session, held, points)))
+                leaving.append(self.tasks.create_task(self._leave(b, env, session, held, observation, points)))
 
         try:
             try:
-                action = await self._act(b, session, observation, step, shared, None if len(shared) else begun)
+                action = await self._act(b, session, observation, step, shared, None if met else begun)
+                if not met and len(action.entropies):  # an engine that does not say when an action begins
+                    begun(float(action.entropies[0]))
             finally:
                 for task in leaving:
                     await task
-            points = watch.see(turn, action.entropies)
+            points = _new(b, watch.see(turn, action.entropies))
             if (points or turn in watch.keeps()) and not leaving:
                 await self._freeze(b, env, held)
             if held.failure is not None:
@@ -291,18 +256,21 @@ class _Tree:
         self._fork(b, held, session, points)
         return action, held
 
-    def _root_group(self, b: _Growing) -> Iterator[Point]:
-        """The root group is a fork like any other, made once."""
-        if b.parent is None and not b.rooted and self.grower.scheduler.roots > 1:
+    def _root_group(self, b: Growing) -> Iterator[Point]:
+        """The root group is a fork like any other."""
+        if b.parent is None and self.grower.scheduler.roots > 1:
             yield Point(0, 0, self.grower.scheduler.roots, 1.0)
 
-    async def _leave(self, b: _Growing, env: Env, session: Session, held: _Held, points: list[Point]) -> None:
+    async def _leave(
+        self, b: Growing, env: Env, session: Session, held: Held, observation: Ints, points: list[Point]
+    ) -> None:
         await self._freeze(b, env, held)
         if held.failure is None:
+            b.left = b.turn, unplayed(observation, held.step, b.name())
             self._fork(b, held, session, points)
 
     async def _act(
-        self, b: _Growing, session: Session, observation: Ints, step: Step, shared: Ints, begun: Begun | None
+        self, b: Growing, session: Session, observation: Ints, step: Step, shared: Ints, begun: Begun | None
     ) -> Action:
         """Show the observation and sample an action."""
         room = self.limits.context_tokens - session.length - len(observation)
@@ -314,17 +282,19 @@ class _Tree:
             )
         noise = b.noise.child("turn", b.turn)
         prefix = shared if len(shared) else None
+        before = session.length
         try:
             with self.ledger.clock("generation_seconds"):
                 async with asyncio.timeout(self.limits.act_seconds):
-                    action = await session.act(observation, step, noise, len(shared) + room, prefix, begun)
+                    return await session.act(observation, step, noise, len(shared) + room, prefix, begun)
         except TimeoutError as e:
             raise PolicyFailure(f"an action took over {self.limits.act_seconds:g} s (limits.act_seconds)") from e
-        self.ledger.prompt_tokens += len(observation)
-        self.ledger.generated_tokens += len(action.tokens)
-        return action
+        finally:  # what has been read and sampled is spent, whatever comes of it
+            spent = session.length - before
+            self.ledger.prompt_tokens += min(spent, len(observation))
+            self.ledger.generated_tokens += max(0, spent - len(observation))
 
-    async def _freeze(self, b: _Growing, env: Env, held: _Held) -> None:
+    async def _freeze(self, b: Growing, env: Env, held: Held) -> None:
         """Take the snapshot. Where none can be taken the root group is reset afresh, and other forks are not made.
 
         Whether one can be taken depends on the history alone, so leaving a fork out selects nothing.
@@ -343,33 +313,27 @@ class _Tree:
         b.frozen.add(b.turn)
         self.ledger.snapshots += 1
 
-    def _fork(self, b: _Growing, held: _Held, session: Session, points: Iterable[Point]) -> None:
+    def _fork(self, b: Growing, held: Held, session: Session, points: Iterable[Point]) -> None:
         """Start the fresh siblings of each point; they own a share of ``held`` and a context of their own."""
         for p in points:
-            if held.snapshot is None and (p.turn, p.token) != (0, 0):
+            if held.snapshot is None and not at_root(p):
                 self.ledger.forks_refused += 1
                 continue
-            b.rooted |= (p.turn, p.token) == (0, 0)
+            first = held.step if at_root(p) else None
+            b.rooted, b.first = b.rooted or at_root(p), b.first or first
             for i in range(p.width - 1):
                 key = (*b.key, p.turn, p.token, i)
                 noise = self.noise.branch(self.grower.arm, *key)
-                child = _Growing(key, noise, b, p, held.action[: p.token], held.sampled + p.token)
+                child = Growing(key, noise, b, p, held.action[: p.token], held.sampled + p.token, first)
                 self.branches.append(child)
-                b.heirs += (p.turn, p.token) != (0, 0)
+                b.heirs += not at_root(p)
                 held.users += 1
                 self.tasks.create_task(self._sibling(child, session.fork(held.start + p.token), held))
 
-    async def _sibling(self, b: _Growing, context: Session, held: _Held) -> None:
-        async def start(b: _Growing) -> tuple[Env, Step]:
+    async def _sibling(self, b: Growing, context: Session, held: Held) -> None:
+        async def start(b: Growing) -> tuple[Env, Step]:
             if held.snapshot is None:
-                env, step = await self._reset(b)
-                if step != held.step:
-                    await self._close(env)
-                    raise EnvironmentFailure(
-                        "a second reset gave another first observation, and this world has no snapshots: make reset "
-                        "depend on the task alone, or choose a sandbox that can snapshot it"
-                    )
-                return env, step
+                return await self._reset(b)
             self.ledger.restores += 1
             return await self._ask("restore_seconds", "restore", held.snapshot.restore, b.noise), held.step
 
@@ -378,7 +342,7 @@ class _Tree:
         finally:
             await self._release(held)
 
-    def _stop(self, b: _Growing, length: int, step: Step) -> Stop | None:
+    def _stop(self, b: Growing, length: int, step: Step) -> Stop | None:
         """Whether the episode ends with this step; ``length`` is that of the context once it is shown."""
         if step.done:
             return "done"
@@ -394,18 +358,6 @@ def _transient(failure: BranchFailure) -> bool:
     return isinstance(failure, SandboxFailure) and not isinstance(failure, SnapshotUnsupported)
 
 
-def _turn(action: Action, observation: Ints, shown: Step, answer: Step, snapshot: str | None) -> Turn:
-    return Turn(
-        observation=observation,
-        action=action.tokens,
-        logprobs=action.logprobs,
-        raw_logprobs=action.raw_logprobs,
-        entropies=action.entropies,
-        reward=answer.reward,
-        snapshot=snapshot,
-        allowed=action.allowed,
-        text=action.text,
-        shown=shown.observation,
-        stopped=action.stopped,
-        info=dict(answer.info) | ({"final": answer.observation} if answer.done or answer.truncated else {}),
-    )
+def _new(b: Growing, points: Iterable[Point]) -> list[Point]:
+    """The points without the root group where that is made already: a retried root meets it again."""
+    return [p for p in points if not (b.rooted and at_root(p))]

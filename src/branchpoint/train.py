@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from branchpoint.advantage import Credit
 from branchpoint.config import RunConfig
 from branchpoint.learner import Learner
 from branchpoint.ledger import Ledger
@@ -24,7 +25,7 @@ from branchpoint.rollout import Grower
 from branchpoint.scheduler import Flat, Scheduler
 from branchpoint.session import Policy
 from branchpoint.store import RunFolder, write_json, write_trees
-from branchpoint.tree import Branch, Credit, RolloutTree, Segments
+from branchpoint.tree import Branch, RolloutTree, Segments
 from branchpoint.world import Make, Sandbox, Task
 
 

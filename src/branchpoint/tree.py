@@ -11,7 +11,7 @@ token 0.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +34,22 @@ def _vector(value: Any, dtype: type, length: int | None, name: str) -> Any:
         raise ValueError(f"{name} has shape {array.shape}; expected ({'*' if length is None else length},)")
     array.flags.writeable = False
     return array
+
+
+def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array, or a view of it that cannot be written through."""
+    if not array.flags.writeable:
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def seal(data: Any) -> None:
+    """Makes the arrays among a frozen dataclass's fields read-only: no stage writes on another one's data."""
+    for name in (f.name for f in fields(data)):
+        if isinstance(value := getattr(data, name), np.ndarray):
+            object.__setattr__(data, name, read_only(value))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +82,10 @@ class Turn:
         n = len(self.action)
         for name in ("logprobs", "raw_logprobs", "entropies"):
             set_(self, name, _vector(getattr(self, name), np.float32, n, name))
-        if self.allowed is not None and len(self.allowed) != n:
-            raise ValueError(f"allowed has {len(self.allowed)} entries for {n} action tokens")
+        if self.allowed is not None:
+            if len(self.allowed) != n:
+                raise ValueError(f"allowed has {len(self.allowed)} entries for {n} action tokens")
+            set_(self, "allowed", tuple(None if ids is None else read_only(ids) for ids in self.allowed))
         if not np.isfinite(self.reward):
             raise ValueError(f"reward is {self.reward}; an unscored turn belongs to a failed branch")
 
@@ -101,7 +119,7 @@ class Branch:
 
     id: int
     fork: Fork | None
-    turns: tuple[Turn, ...]
+    turns: tuple[Turn, ...] = field(repr=False)  # a tree of many rollouts would print megabytes of arrays
     stop: Stop
     failure: Failure | None = None
     trained: bool = True
@@ -183,7 +201,7 @@ class Segments:
     A segment is a run of tokens between two decision points: an action (or the part of it between forks) and the
     observation that answered it. Segment 0 is the first observation and holds no sampled token; its children are the
     independent roots. Failed branches are gone, and so is everything that only they needed. ``reward[s]`` arrives at
-    the end of segment s. All token arrays are flat over N; segment s owns ``start[s]:start[s + 1]``.
+    the end of segment s. All token arrays are flat over N; segment s owns ``start[s]:start[s + 1]``. Read-only.
     """
 
     parent: Ints  # [S], -1 for segment 0
@@ -199,6 +217,9 @@ class Segments:
     logprobs: Floats  # [N], 0 where not sampled
     entropies: Floats  # [N], 0 where not sampled
     allowed: Mapping[int, Ints]  # token index -> allowed ids, only where restricted
+
+    def __post_init__(self) -> None:
+        seal(self)
 
     @property
     def kappa(self) -> Ints:
@@ -374,41 +395,3 @@ def _arrays(edges: list[_Edge]) -> Segments:
         entropies=entropies,
         allowed=allowed,
     )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Credit:
-    """What each token of ``Segments`` receives (all [N], 0 where not sampled or not trained).
-
-    ``up`` >= 0 and ``down`` <= 0 are kept apart because a token shared by several leaves may be pushed both ways and
-    PPO clips the two directions differently. ``share`` is the token's weight in KL, entropy and the normaliser: the
-    shares of one depth sum to at most 1, except where an estimator gives every token the share 1 (``bpo`` with
-    ``normaliser`` sum). ``informative``: whether anything but zero was given (a group whose members all scored alike
-    carries no signal).
-    """
-
-    up: Array
-    down: Array
-    share: Array
-
-    def __post_init__(self) -> None:
-        for name in ("up", "down", "share"):
-            value = getattr(self, name)
-            if value.ndim != 1 or not np.all(np.isfinite(value)):
-                raise ValueError(f"credit.{name} must be a finite vector")
-        if np.any(self.up < 0) or np.any(self.down > 0) or np.any(self.share < 0):
-            raise ValueError("credit needs up >= 0, down <= 0 and share >= 0")
-
-    @property
-    def informative(self) -> bool:
-        return bool(np.any(self.up) or np.any(self.down))
-
-    @staticmethod
-    def of(segments: Segments, advantage: Array, weight: Array) -> Credit:
-        """One advantage A and one weight w a segment: up = w max(A, 0), down = w min(A, 0), share = w."""
-        w = np.where(segments.trained, weight, 0.0)
-        return Credit(
-            up=segments.to_tokens(w * np.maximum(advantage, 0.0)),
-            down=segments.to_tokens(w * np.minimum(advantage, 0.0)),
-            share=segments.to_tokens(w),
-        )

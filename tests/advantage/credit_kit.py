@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from branchpoint.tree import Array, Branch, Credit, Fork, RolloutTree, Segments, Turn
+from branchpoint.advantage import Credit
+from branchpoint.tree import Array, Branch, Fork, RolloutTree, Segments, Turn
 from branchpoint.world import Failure, Task
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from branchpoint.tree import Branch, Credit, Fork, RolloutTree, Segments, Turn
+from branchpoint.advantage import Credit
+from branchpoint.tree import Branch, Fork, RolloutTree, Segments, Turn
 from branchpoint.world import Task
 
 VOCAB = 19

@@ -22,9 +22,10 @@ from learner_helpers import (
     with_old_logprobs,
 )
 
+from branchpoint.advantage import Credit
 from branchpoint.learner import Learner, LearnerConfig
 from branchpoint.pack import pack, unpack
-from branchpoint.tree import Credit, Segments
+from branchpoint.tree import Segments
 
 BIG = 10_000
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from learner_helpers import case, paths, random_tree
 
+from branchpoint.advantage import Credit
 from branchpoint.kernel import chains, tree_mask, visible
 from branchpoint.loss import clipped_surrogate
 from branchpoint.pack import PackedBatch, pack, unpack
-from branchpoint.tree import Branch, Credit, Fork, RolloutTree, Segments, Turn
+from branchpoint.tree import Branch, Fork, RolloutTree, Segments, Turn
 from branchpoint.world import Task
 
 BIG = 10_000

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree as Lines
 
-from branchpoint.advantage import Estimator
+from branchpoint.advantage import Credit, Estimator
 from branchpoint.store import StoreError, read_trees
-from branchpoint.tree import Branch, Credit, RolloutTree, Segments
+from branchpoint.tree import Branch, RolloutTree, Segments
 
 
 def newest_trees(place: Path) -> Path:

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from branchpoint.advantage import Credit
 from branchpoint.noise import Noise
 from branchpoint.probe.tabular import Mdp, Outcome
 from branchpoint.scheduler import Start
-from branchpoint.tree import Array, Branch, Credit, Fork, RolloutTree, Segments, Turn
+from branchpoint.tree import Array, Branch, Fork, RolloutTree, Segments, Turn
 from branchpoint.world import Task
 
 Weighted = dict[int, float]

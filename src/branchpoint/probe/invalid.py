@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from branchpoint.advantage import full_returns, trained_mass
-from branchpoint.tree import Array, Credit, Segments
+from branchpoint.advantage import Credit, full_returns, trained_mass
+from branchpoint.tree import Array, Segments
 
 Fault = Literal["mass", "leafw", "selfmean", "selfmean_fixed", "std", "down", "uniform"]
 FAULTS: tuple[str, ...] = get_args(Fault)
