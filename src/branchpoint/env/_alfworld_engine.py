@@ -1,4 +1,4 @@
-"""One live ALFWorld game. The only file to import the packages ``alfworld``, ``textworld`` and ``fast_downward``.
+"""One live ALFWorld game. The only file to import the packages ``alfworld`` and ``fast_downward``.
 
 All words are the packages': the domain's rules, the grammar that tells what happened, the names of things, the goals.
 Tests compare text, admissible commands and outcomes with ``AlfredDemangler(PddlEnv(...))`` byte for byte. What differs
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from branchpoint.env import _alfworld_rules as rules
+from branchpoint.env._textworld_package import pddl_engine
 from branchpoint.noise import digest
 from branchpoint.world import EnvironmentFailure
 
@@ -48,10 +49,8 @@ def _packages() -> _Packages:
             import fast_downward
             from alfworld.agents.utils.misc import Demangler
             from alfworld.gen.goal_library import gdict
-            from textworld import logic
-            from textworld.envs.pddl import logic as pddl
-            from textworld.envs.pddl import textgen
-            from textworld.generator.game import EntityInfo
+
+            engine = pddl_engine()
     except ImportError as error:
         raise ImportError(
             f'ALFWorld needs the packages alfworld and textworld[pddl]: pip install "branchpoint[alfworld]" ({error})'
@@ -60,7 +59,7 @@ def _packages() -> _Packages:
         if before is None:
             os.environ.pop("ALFWORLD_DATA", None)
     domain, grammar = (Path(path).read_text() for path in (info.ALFRED_PDDL_PATH, info.ALFRED_TWL2_PATH))
-    found = _Packages(domain, grammar, gdict, pddl, textgen, logic, EntityInfo, Demangler, fast_downward)
+    found = _Packages(domain, grammar, gdict, *engine, Demangler, fast_downward)
     _memoise(found)
     return found
 
