@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+
+from branchpoint.config import parse
+from branchpoint.learner import Learner, StepMetrics
+from branchpoint.ledger import Ledger
+from branchpoint.sandbox.inprocess import InProcess
+from branchpoint.store import RunFolder, read_trees
+from branchpoint.testing.fakes import CounterWorld, FakePolicy
+from branchpoint.train import Course, Run, RunError, train
+from branchpoint.world import Step, Task
 
 CONFIG = """
 seed: 3
@@ -90,6 +101,68 @@ def test_killed_at_ten_moments_and_resumed_gives_the_same_bytes(tmp_path: Path) 
         assert whole[name] == broken[name], f"{name} differs after {killed}"
     left = list((tmp_path / "broken").rglob(".*.partial"))
     assert left == []
+
+
+class _Stub:
+    """Stands for the learner; its memory is full at one of the updates."""
+
+    def __init__(self, full_at: int) -> None:
+        self.done, self.full_at = 0, full_at
+
+    def step(self, batches: Any, normaliser: float) -> StepMetrics:
+        self.done += 1
+        if self.done == self.full_at:
+            raise RuntimeError("out of memory")
+        return StepMetrics()
+
+
+def count(folder: Path, full_at: int = 0, broken: str = "") -> None:
+    """Three updates of counting; ``broken``: the task whose world raises at its first step."""
+
+    class World(CounterWorld):
+        def __init__(self, task: Task) -> None:
+            super().__init__(task)
+            self.name = task.id
+
+        def step(self, action: str) -> Step:
+            if self.name == broken:
+                raise OSError("no such file")
+            return super().step(action)
+
+    tasks = tuple(Task(f"count/{i}", "counter", metadata={"target": i}) for i in (1, 2, 3))
+    run = Run(
+        config=parse({"envs": [{"name": "counter"}], "training": {"updates": 3, "tasks": 1}, "limits": {"turns": 4}}),
+        courses=(Course("counter", World, tasks[:1], tasks[1:]),),
+        policy=FakePolicy(restrict=True),
+        eval_policy=FakePolicy(restrict=True),
+        sandbox=InProcess(),
+        learner=cast(Learner, _Stub(full_at)),
+        folder=RunFolder(folder),
+        save=lambda path: None,
+        load=lambda path: None,
+        ledger=Ledger(),
+    )
+    asyncio.run(train(run, lambda row: None))
+
+
+def test_the_trees_of_an_update_that_fails_are_kept_and_written_again(tmp_path: Path) -> None:
+    """They are what explains the failure; the update itself is done once more."""
+    count(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        count(tmp_path / "full", full_at=2)
+    whole = result(tmp_path / "whole")
+    kept = result(tmp_path / "full")
+    assert list(kept) == ["metrics.jsonl", "000001.jsonl.zst", "000002.jsonl.zst"]
+    assert kept["000002.jsonl.zst"] == whole["000002.jsonl.zst"]
+    (tmp_path / "full" / "trees" / "000002.jsonl.zst").write_bytes(b"half")
+    count(tmp_path / "full")
+    assert result(tmp_path / "full") == whole
+    with pytest.raises(RunError, match="no such file"):
+        count(tmp_path / "broken", broken="count/1")
+    (tree,) = read_trees(tmp_path / "broken" / "trees" / "000001.jsonl.zst")
+    assert not tree.scored
+    count(tmp_path / "broken")
+    assert result(tmp_path / "broken") == whole
 
 
 def _heeds_interrupts() -> None:

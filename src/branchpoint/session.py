@@ -80,3 +80,7 @@ class Policy(Protocol):
         """The tokens that show a step to the model. ``first``: with the task's prompt; else as the answer to an action,
         starting with whatever the chat format puts after the sampled tokens of the previous action."""
         ...
+
+    def close(self) -> None:
+        """Free what the sessions hold; none can act any more. A second call does nothing."""
+        ...

@@ -26,7 +26,7 @@ from branchpoint.scheduler import Flat, Scheduler
 from branchpoint.session import Policy
 from branchpoint.store import RunFolder, write_json, write_trees
 from branchpoint.tree import Branch, RolloutTree, Segments
-from branchpoint.world import Make, Sandbox, Task
+from branchpoint.world import Make, Sandbox, Task, settle
 
 
 class RunError(Exception):
@@ -63,6 +63,14 @@ class Run:
     load: Callable[[Path], None]
     ledger: Ledger
 
+    async def close(self) -> None:
+        """Ends the sandbox and the policies, with all that they hold."""
+        try:
+            await settle(self.sandbox.close())
+        finally:
+            for policy in (self.policy, self.eval_policy):  # may be one: closing twice does nothing
+                policy.close()
+
 
 async def train(run: Run, report: Report) -> None:
     """Train to the last update, from the newest checkpoint if there is one.
@@ -80,10 +88,10 @@ async def train(run: Run, report: Report) -> None:
             if update > 0:
                 grower = Grower(run.policy, run.sandbox, scheduler, config.limits, config.noise, ledger)
                 trees = await collect(grower, pick(run.courses, config.training.tasks, update, noise), noise, update)
+                write_trees(run.folder.trees_file(update), trees)  # first: they explain whatever goes wrong now
                 _require_scores(trees, f"update {update}")
                 row |= learn(run.learner, config, trees, ledger)
                 scheduler = scheduler.update(trees)
-                write_trees(run.folder.trees_file(update), trees)
             if update % config.training.eval_every == 0 or update == config.training.updates:
                 row |= await evaluate(run, ledger)
         _record(run, update, row, ledger, clock, scheduler)

@@ -31,7 +31,8 @@ class Task:
     """One problem for the agent. Groups are formed by task *and fork*, never by equal text.
 
     ``root`` names what builds the environment (a registered name or ``module:attribute``); ``metadata`` is everything
-    that builder needs and must survive JSON; ``seed`` keys the luck of this task's world.
+    that builder needs and must survive JSON; ``seed`` keys the luck of a world that nobody reseeds, and that of
+    evaluation rollouts (training takes its luck from the run's seed).
     """
 
     id: str

@@ -1,5 +1,6 @@
 """Loading, saving and the small model: round trips through the Hugging Face layout, determinism, one-line errors."""
 
+import importlib
 import json
 
 import pytest
@@ -171,6 +172,44 @@ def test_lora_changes_nothing_at_first_and_comes_back_with_its_base(folder, tmp_
     assert any(p.requires_grad for p in back.parameters())
     with pytest.raises(models.ModelError, match="already has an adapter"):
         models.load(saved, lora=LoRA(rank=2))
+
+
+def hub(cache, name: str, **revisions) -> None:
+    """A hub cache as a download leaves it: a model and tokenizer at each revision."""
+    place = cache / f"models--{name.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    for i, (revision, (model, tok)) in enumerate(revisions.items()):
+        commit = f"{i + 1:040x}"
+        (place / "refs" / revision).write_text(commit)
+        models.save(model, tok, place / "snapshots" / commit)
+
+
+def test_an_adapter_comes_back_with_the_revision_of_its_base(tmp_path, words, monkeypatch):
+    constants = importlib.import_module("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    old, new = (small.build(words, TINY, seed=seed) for seed in (1, 2))
+    hub(tmp_path / "cache", "owner/base", first=(old, words), main=(new, words))
+    assert same(models.load("owner/base")[0], new)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    adapted, tok = models.load("owner/base", lora=LoRA(rank=2), revision="first")
+    assert torch.equal(adapted(ids).logits, old(ids).logits)
+    saved = models.save(adapted, tok, tmp_path / "adapter")
+    for revision in (None, "first"):
+        assert torch.equal(models.load(saved, revision=revision)[0](ids).logits, old(ids).logits)
+    assert torch.equal(models.load(saved, revision="main")[0](ids).logits, new(ids).logits)
+    settings = json.loads((saved / "adapter_config.json").read_text())
+    (saved / "adapter_config.json").write_text(json.dumps(settings | {"revision": None}))  # as other tools leave it
+    assert torch.equal(models.load(saved, revision="first")[0](ids).logits, old(ids).logits)
+    whole = models.save(old, words, tmp_path / "whole")
+    assert same(models.load(whole, revision="first")[0], old), "a folder has no revisions"
+    for place in ("owner/base", str(saved), str(whole)):
+        models.check(place, "first")
+    for place in ("owner/other", str(tmp_path), "owner"):
+        with pytest.raises(models.ModelError):
+            models.check(place)
+    with pytest.raises(models.ModelError):
+        models.check("owner/base", "second")
 
 
 def damage(folder, kind: str) -> None:

@@ -65,8 +65,10 @@ def words(
     done = folder.checkpoints()
     spec = config.model
     if done:
-        model, tokenizer = models.load(folder.checkpoint(done[-1]), spec.dtype, device=spec.device)
-        return Words(model, tokenizer, codec_of(tokenizer, spec.chat))
+        model, tokenizer = models.load(
+            folder.checkpoint(done[-1]), spec.dtype, device=spec.device, revision=spec.revision
+        )
+        return _fitting(config, Words(model, tokenizer, codec_of(tokenizer, spec.chat)))
     shown = list(transcripts(config, lessons)) if spec.warm_start or spec.name == "small" else []
     if spec.name == "small":
         tokenizer = small.train_tokenizer(texts(shown))
@@ -76,12 +78,26 @@ def words(
             spec.name, spec.dtype, spec.lora, device=spec.device, revision=spec.revision, seed=config.seed
         )
     codec = codec_of(tokenizer, spec.chat)
+    parts = _fitting(config, Words(model, tokenizer, codec))
     if spec.warm_start:
         rows = to_rows(codec, shown, restrict=spec.warm_start.restrict)
         say(f"warm start: {len(rows)} expert episodes, {sum(map(len, rows)):,} tokens, {spec.warm_start.epochs} epochs")
         with ledger.clock("learning_seconds"):
             imitate(model, rows, codec.vocabulary, spec.warm_start, seed=config.seed, report=report)
-    return Words(model, tokenizer, codec)
+        ledger.warm_start_tokens += sum(map(len, rows)) * spec.warm_start.epochs
+    return parts
+
+
+def _fitting(config: RunConfig, parts: Words) -> Words:
+    """The same parts, if a context can become as long as the limits say."""
+    held = getattr(parts.model.config.get_text_config(), "max_position_embeddings", None)
+    if held is not None and config.limits.context_tokens > held:
+        cure = "raise model.size.context" if config.model.name == "small" else "choose another model"
+        raise ConfigError(
+            f"limits.context_tokens: {config.limits.context_tokens}, but this model holds {held} positions "
+            f"(its max_position_embeddings); lower it, or {cure}"
+        )
+    return parts
 
 
 def _sizes(given: dict[str, int]) -> small.Sizes:
@@ -124,14 +140,17 @@ def _played(spec: EnvSpec, course: Course) -> Iterator[Transcript]:
             yield task, turns
 
 
-def run(config: RunConfig, lessons: tuple[Course, ...], folder: RunFolder, say: Say, report: Report) -> Run:
-    """All parts, wired. Who runs it closes the sandbox and the policies."""
+def run(
+    config: RunConfig, lessons: tuple[Course, ...], folder: RunFolder, say: Say, report: Report, learns: bool = True
+) -> Run:
+    """All parts, wired; who runs it closes it. ``learns``: False for what only evaluates, which needs no reference."""
     ledger, start = Ledger(), time.perf_counter()
     parts = words(config, lessons, folder, ledger, say, report)
     settings = config.learner.model_copy(
         update={"temperature": config.sampling.temperature, "vocabulary": parts.codec.vocabulary}
+        | ({} if learns else {"kl": 0.0})
     )
-    learner = Learner(parts.model, settings, _reference(config, folder, parts))
+    learner = Learner(parts.model, settings, _reference(config, folder, parts) if learns else None)
     ledger.wall_seconds = time.perf_counter() - start
 
     def save(path: Path) -> None:
@@ -147,12 +166,12 @@ def run(config: RunConfig, lessons: tuple[Course, ...], folder: RunFolder, say: 
     def policy(sampling: Sampling) -> HFPolicy:
         return HFPolicy(parts.model, parts.codec, sampling, context=config.limits.context_tokens)
 
-    greedy = config.sampling.model_copy(update={"greedy": True})
+    acting, greedy = policy(config.sampling), config.sampling.model_copy(update={"greedy": True})
     return Run(
         config=config,
         courses=lessons,
-        policy=policy(config.sampling),
-        eval_policy=policy(greedy if config.training.eval_greedy else config.sampling),
+        policy=acting,
+        eval_policy=policy(greedy) if config.training.eval_greedy else acting,
         sandbox=sandbox(config, say),
         learner=learner,
         folder=folder,
@@ -203,7 +222,8 @@ def versions() -> dict[str, str]:
 
 
 def prepare(config: RunConfig, text: str, folder: RunFolder, resume: bool, fresh: bool) -> None:
-    """Make the run folder ready. Raises StoreError rather than mix two runs."""
+    """Make the run folder ready. Raises StoreError rather than mix two runs, and ModelError rather than clear one away
+    for a model that is not there."""
     saved = folder.path / "config.yaml"
     if folder.started and not (resume or fresh):
         raise StoreError(
@@ -214,6 +234,8 @@ def prepare(config: RunConfig, text: str, folder: RunFolder, resume: bool, fresh
     if resume and saved.read_text(encoding="utf-8") != text:
         raise StoreError(f"{saved} differs from this config: resume with the same settings, or start over with --fresh")
     if fresh:
+        if config.model.name != "small":
+            models.check(config.model.name, config.model.revision)  # before the old run is gone
         folder.clear()
 
 

@@ -19,7 +19,6 @@ from branchpoint.command.view import choose, draw
 from branchpoint.config import RunConfig
 from branchpoint.plot import learning_curve
 from branchpoint.store import RunFolder, StoreError, read_trees
-from branchpoint.world import settle
 
 
 def train(path: Path, overrides: list[str], resume: bool, fresh: bool, console: Console) -> int:
@@ -62,7 +61,7 @@ async def _train(run: loop.Run, screen: Screen) -> None:
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
-        await settle(run.sandbox.close())
+        await run.close()
 
 
 def describe(config: RunConfig) -> str:
@@ -110,7 +109,7 @@ def evaluate(path: Path, overrides: list[str], console: Console) -> int:
         raise StoreError(f"{path}: holds no complete checkpoint; train first, or go on with --resume")
     config = configs.load(path / "config.yaml", overrides)
     screen = Screen(console, 0)
-    run = build.run(config, build.courses(config), folder, screen.say, screen.warm_start)
+    run = build.run(config, build.courses(config), folder, screen.say, screen.warm_start, learns=False)
     result = asyncio.run(_evaluate(run))
     for course in run.courses:
         total, failed = len(course.eval) * config.training.eval_repeats, result.get(f"eval_failed/{course.name}", 0)
@@ -123,4 +122,4 @@ async def _evaluate(run: loop.Run) -> dict[str, Any]:
     try:
         return await loop.evaluate(run, run.ledger)
     finally:
-        await settle(run.sandbox.close())
+        await run.close()

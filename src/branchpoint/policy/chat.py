@@ -143,6 +143,7 @@ class ChatCodec(_Words):
         self.stop_ids = tuple(dict.fromkeys(int(i) for i in (end_id, eos) if i is not None))
         self.stop_strings = (*((end_string,) if end_string else ()), *stop_strings)
         self._control = self._control_tokens(end_id)
+        self._before = self._ids(self._mark + self._end)
         self._probe(history)
 
     def observe(self, task: Task, step: Step, first: bool) -> Ints:
@@ -236,10 +237,10 @@ class ChatCodec(_Words):
         if not self._end or (self.stop_strings and self._end.strip() in self.stop_strings):
             return self._ids(tail)
         # Tokenised behind the stop token, since a special token may swallow the white space that follows it.
-        before, both = self._ids(self._mark + self._end), self._ids(self._mark + self._end + tail)
-        if both[: len(before)] != before:
+        both = self._ids(self._mark + self._end + tail)
+        if both[: len(self._before)] != self._before:
             raise TemplateError(f"tokenizer {self.name!r} merges {self._end!r} with what follows it")
-        return both[len(before) :]
+        return both[len(self._before) :]
 
     def _tail_text(self, observation: str, head: Sequence[Message]) -> str:
         turns = (*head, Message("assistant", self._mark), Message(self._answer_role, observation))

@@ -154,7 +154,8 @@ class HFSession:
         return self._action(request, before)
 
     def fork(self, length: int) -> HFSession:
-        """See :meth:`branchpoint.session.Session.fork`. Rows are shared until the new session first writes."""
+        """See :meth:`branchpoint.session.Session.fork`. The new session writes to a slot of its own; what it shares
+        is read where it is, except for a few rows that are copied when it first writes."""
         if not self._open:
             raise PolicyFailure("this session is closed")
         return HFSession(self._policy, self._context.fork(length))

