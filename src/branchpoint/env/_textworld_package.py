@@ -30,6 +30,7 @@ class Makers(NamedTuple):
     maker: Any
     progression: Any
     inform: Any
+    knowledge: Any
 
 
 class Player(NamedTuple):
@@ -85,10 +86,11 @@ def makers() -> Makers:
         from textworld import GameMaker, GameOptions
         from textworld.challenges import CHALLENGES
         from textworld.generator import compile_game
+        from textworld.generator.data import KnowledgeBase
         from textworld.generator.game import GameProgression
         from textworld.generator.inform7 import Inform7Game
     make = {name: make for name, (_, make, _) in CHALLENGES.items()}
-    return Makers(make, GameOptions, compile_game, GameMaker, GameProgression, Inform7Game)
+    return Makers(make, GameOptions, compile_game, GameMaker, GameProgression, Inform7Game, KnowledgeBase)
 
 
 @functools.cache
@@ -117,7 +119,8 @@ def rules() -> list[str]:
     cooking = own / "tw_cooking" / "textworld_data"
     folders = [Path(LOGIC_DATA_PATH), own / "tw_coin_collector" / "textworld_data" / "logic"]
     folders += [own / "tw_treasure_hunter" / "textworld_data" / "logic", cooking / "logic", cooking / "logic_drop"]
-    return ["".join(path.read_text() + "\n" for path in sorted(folder.glob("*.twl"))) for folder in folders]
+    texts = ("".join(path.read_text() + "\n" for path in sorted(folder.glob("*.twl"))) for folder in folders)
+    return list(dict.fromkeys(texts))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ process has ``PYTHONHASHSEED=0`` (see :mod:`stories`, which starts it) and listi
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import sys
@@ -26,7 +27,9 @@ def main() -> None:
     order = json.load(sys.stdin)
     sort_listings()
     if not order.get("plain"):
-        package.makers().maker.set_walkthrough = set_walkthrough
+        makers = package.makers()
+        makers.maker.set_walkthrough = set_walkthrough
+        makers.knowledge.load = functools.cache(makers.knowledge.load)
     for number in order["games"]:
         folder = Path(sys.argv[1]) / str(number)
         folder.mkdir()

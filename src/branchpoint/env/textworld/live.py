@@ -57,6 +57,8 @@ class Logic:
 
     def after(self, facts: Facts, action: Any) -> Facts:
         """The state that an applicable action leads to."""
+        if not action.added and not action.removed:  # looking changes nothing
+            return facts
         state = facts.state.copy()
         state.apply(action)
         return self._known(state)
