@@ -27,7 +27,7 @@ pytest.importorskip("textworld", reason='pip install "branchpoint[textworld]"')
 
 from branchpoint.env import _textworld_package as package
 from branchpoint.env import textworld
-from branchpoint.env.textworld import build, stories
+from branchpoint.env.textworld import build, recorded, stories
 from branchpoint.env.textworld.world import REFUSED
 
 GAMES: dict[str, dict[str, Any]] = {
@@ -415,6 +415,52 @@ def test_experts_win_a_hundred_games(name: str, cache: str) -> None:
             assert episode(task, player)[1].info["success"], task.id
 
 
+def test_recorded_episodes_fit_the_dials() -> None:
+    for kind in ("coin_collector", "treasure_hunt", "cooking"):
+        for looking in (True, False):
+            shipped = textworld.transcripts(kind=kind, looking=looking, max_steps=77, reward="final", cache="here")
+            assert shipped is not None
+            assert len(shipped) >= 30
+            numbers = {task.metadata["game"] for task, _ in shipped}
+            assert len(numbers) == len(shipped)
+            assert numbers <= set(textworld.SPLITS["train"])
+            for task, turns in shipped:
+                assert (task.metadata["max_steps"], task.metadata["reward"], task.metadata["cache"]) == (
+                    77,
+                    "final",
+                    "here",
+                )
+                assert all(action in step.actions for step, action in turns)
+            known = {task.id: task for task in textworld.tasks("train", kind=kind, looking=looking, max_steps=77)}
+            assert {task.id for task, _ in shipped} <= known.keys()
+    assert len(textworld.transcripts(5, kind="cooking") or ()) == 5
+    assert textworld.transcripts(kind="cooking", recipe=2) is None
+    assert all(len(turns) <= 4 for _, turns in textworld.transcripts(kind="treasure_hunt", max_steps=4) or ())
+
+
+@pytest.mark.slow
+def test_a_recorded_episode_is_what_the_world_says(cache: str) -> None:
+    task, turns = (textworld.transcripts(kind="cooking", cache=cache) or ())[0]
+    world = textworld.make(task)
+    step = world.reset()
+    for shown, action in turns:
+        assert (step.observation, step.actions) == (shown.observation, shown.actions)
+        step = world.step(action)
+    assert step.info["success"]
+    world.close()
+
+
+def test_a_damaged_file_of_episodes_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl.xz"
+    recorded.save(path, [recorded.Episode({"game": 1}, ((Step("here", actions=("look",)), "look"),))])
+    assert recorded.load(path)[0].turns == ((Step("here", actions=("look",)), "look"),)
+    good = path.read_bytes()
+    for bad in (good[:-9], b"nothing", b""):
+        path.write_bytes(bad)
+        with pytest.raises(EnvironmentFailure, match=r"episodes\.jsonl\.xz cannot be read"):
+            recorded.load(path)
+
+
 def test_a_damaged_cache_entry_is_made_again(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = game("coin", cache)
     story = stories.story(textworld.Dials.of(task))
@@ -431,10 +477,10 @@ def test_a_damaged_cache_entry_is_made_again(cache: str, tmp_path: Path, monkeyp
     assert stories._read(tmp_path / entry.name) == raw
 
 
-def test_a_maker_that_fails_is_told_in_a_line(cache: str) -> None:
+def test_a_maker_that_fails_is_told_in_a_line(tmp_path: Path) -> None:
     order = stories.Order("tw-coin_collector", json.dumps({"level": 301}), "brief")
     with pytest.raises(EnvironmentFailure, match=r"could not be made.*20 attempts.*Expected level"):
-        stories.run_maker(order, [1], Path(cache))
+        stories.run_maker(order, [1], tmp_path)
 
 
 def test_a_dead_end_of_the_maker_leads_to_another_seed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,12 +34,13 @@ class Makers(NamedTuple):
 
 
 class Player(NamedTuple):
-    """What a compiled game is played with. ``interpreter(path, seed)`` is the Z-machine; ``tagged`` and ``events`` take
-    the package's own marks out of its text; the rest is the logic that admissible commands come from."""
+    """What a compiled game is played with. ``interpreter(path, seed)`` is the Z-machine; ``tagged(text, names)`` and
+    ``events(text)`` give the package's own marks in its text, and the text without them; the rest is the logic that
+    admissible commands come from."""
 
     interpreter: Any
-    tagged: Callable[[str, list[str]], tuple[dict[str, str | None], str]]
-    events: Callable[[str], tuple[list[str], str]]
+    tagged: Callable[..., Any]
+    events: Callable[..., Any]
     state: Any
     fact: Any
     entity: Any

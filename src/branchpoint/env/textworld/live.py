@@ -120,6 +120,7 @@ class Game:
     def __init__(self, story: Story, saved: Saved | None = None) -> None:
         """At the beginning, or where another game of the same story was saved."""
         self._story, self._logic = story, logic(story)
+        self._machine: Any = None
         self.feedback = ""
         self.did: tuple[str, ...] = ()
         self.won = self.lost = False
