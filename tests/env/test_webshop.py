@@ -339,6 +339,32 @@ def test_tasks_are_drawn_in_a_keyed_order() -> None:
     assert not {t.id for t in webshop.tasks("train")} & {t.id for t in webshop.tasks("val")}
 
 
+def test_marks_show_what_the_goal_names() -> None:
+    purpose, shelf = with_options()
+    place = purpose.metadata["goal"]
+    goal = webshop.goals.goals("synthetic", 0)[place]
+    plain, bare = opened(task(place, style="compact"))
+    world, step = opened(task(place, style="compact", mark=True))
+    assert step == bare  # the goal itself is said as ever
+    wanted = {value.lower() for _, value in goal.options}
+    products = webshop.catalog.products()
+    step, bare = world.step("find 1"), plain.step("find 1")
+    rows = zip(
+        step.observation.split("\n")[1:], bare.observation.split("\n")[1:], world.get_state().found, strict=False
+    )
+    for row, plain_row, found in rows:
+        assert row == plain_row + " over" * (min(products[found].prices) > goal.limit)
+    opening = f"open {1 + world.get_state().found.index(goal.product)}"
+    step, bare = world.step(opening), plain.step(opening)
+    marked = [action.removeprefix("pick * ") for action in step.actions if action.startswith("pick * ")]
+    assert set(marked) == wanted & {value.lower() for group in shelf.options.values() for value in group}
+    assert marked
+    assert step.observation.replace("* ", "") == bare.observation
+    assert [action.replace("* ", "") for action in step.actions] == list(bare.actions)
+    picked = world.step(f"pick * {marked[0]}")
+    assert f"= * {marked[0]}" in picked.observation
+
+
 @pytest.mark.parametrize(
     ("split", "arguments", "message"),
     [
@@ -348,6 +374,7 @@ def test_tasks_are_drawn_in_a_keyed_order() -> None:
         ("test", {"n": 0}, "n is 0"),
         ("test", {"style": "html"}, "style is 'html'; use one of 'text', 'text_rich'"),
         ("test", {"style": "compact", "queries": "open"}, "style 'compact' has no open queries"),
+        ("test", {"mark": True}, "mark is true; only style 'compact' marks"),
         ("test", {"reward": "10"}, "reward is '10'"),
         ("test", {"layout": "mine"}, "layout is 'mine'"),
         ("test", {"max_steps": 0}, "max_steps is 0"),
@@ -471,6 +498,10 @@ def test_the_customer_buys_well_and_does_only_what_is_listed() -> None:
             assert last.done
         assert [action for _, action in turns["text"]] == [action for _, action in turns["text_rich"]]
         assert len(turns["compact"]) >= 3
+        purpose = task(place, style="compact", mark=True)
+        marked, end = envs.play(webshop.make(purpose), webshop.expert(purpose))
+        assert [action.replace("* ", "") for _, action in marked] == [action for _, action in turns["compact"]]
+        assert end == last
         scores.append(last.info["score"])
     assert sum(score == 1 for score in scores) / len(scores) >= 0.8
     assert sum(scores) / len(scores) >= 0.88

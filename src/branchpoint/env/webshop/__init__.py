@@ -49,6 +49,7 @@ def tasks(
     queries: Queries = "goal",
     show_attributes: bool = False,
     search_anywhere: bool = True,
+    mark: bool = False,
     max_steps: int = 15,
 ) -> tuple[Task, ...]:
     """``n`` goals of a split (all when None) in an order keyed by ``seed``; the first m of n are the tasks of ``n=m``.
@@ -66,6 +67,8 @@ def tasks(
             step has a grammar.
         show_attributes: products have a page of their attributes.
         search_anywhere: ``search[...]`` works on every page, as in the original, or on the search page only.
+        mark: in style ``compact``, put ``*`` before the option values that the goal names and ``over`` behind prices
+            above its limit: for models too small to compare words.
         max_steps: the step limit.
 
     Raises ValueError naming the argument that cannot be met.
@@ -79,6 +82,7 @@ def tasks(
         "queries": queries,
         "show_attributes": show_attributes,
         "search_anywhere": search_anywhere,
+        "mark": mark,
         "max_steps": max_steps,
     }
     if problem := Dials(0, **dials).problem():

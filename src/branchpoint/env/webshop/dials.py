@@ -25,6 +25,7 @@ class Dials(NamedTuple):
     queries: Queries = "goal"
     show_attributes: bool = False
     search_anywhere: bool = True
+    mark: bool = False
     max_steps: int = 15
 
     @classmethod
@@ -48,6 +49,8 @@ class Dials(NamedTuple):
                 return f"{name} is {value!r}; use {'true or false' if _TYPES[name] is bool else 'an integer'}"
         if self.style == "compact" and (self.queries == "open" or self.show_attributes):
             return "style 'compact' has no open queries and no attribute pages; leave both dials as they are"
+        if self.mark and self.style != "compact":
+            return "mark is true; only style 'compact' marks what the goal names"
         if self.max_steps < 1:
             return f"max_steps is {self.max_steps}; use a positive integer"
         if not 0 <= self.goal < len(goals(self.source, self.price_seed)):

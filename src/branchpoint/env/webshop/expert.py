@@ -16,7 +16,7 @@ LOOKS = 5
 _MARK = re.compile(r"^\s*\[((?:clicked )?button)\] (.*) \[\1_\]$")
 _ASIN = re.compile(r"[A-Z0-9]{10}")
 _DOLLARS = re.compile(r"\$(\d+(?:\.\d+)?)")
-_PRICE = re.compile(r" (\d+)(?: to (\d+))?(?: seen)?$")
+_PRICE = re.compile(r" (\d+)(?: to (\d+))?(?: over)?(?: seen)?$")
 
 
 class Price(NamedTuple):
@@ -109,13 +109,18 @@ def _options(texts: list[str], clickable: frozenset[str]) -> dict[str, tuple[str
 
 
 class Brief:
-    """The style ``compact``."""
+    """The style ``compact``, with or without marks."""
+
+    def __init__(self) -> None:
+        self._marked: frozenset[str] = frozenset()
 
     def read(self, step: Step) -> View:
         first, *lines = step.observation.split("\n")
         if first.startswith("item "):
             pairs = (line.partition(": ") for line in lines if ": " in line)
-            options = {name: tuple(values.split(" , ")) for name, _, values in pairs}
+            shown = {name: values.split(" , ") for name, _, values in pairs}
+            self._marked = frozenset(v for values in shown.values() for v in values if v.startswith("* "))
+            options = {name: tuple(v.removeprefix("* ") for v in values) for name, values in shown.items()}
             return View("item", options=options, price=_last(first))
         if first.startswith("page "):
             return View("results", hits={line.split(" ")[0]: _last(line) for line in lines})
@@ -131,7 +136,7 @@ class Brief:
         return f"open {hit}"
 
     def pick(self, value: str) -> str:
-        return f"pick {value}"
+        return f"pick * {value}" if f"* {value}" in self._marked else f"pick {value}"
 
     def press(self, button: str) -> str:
         return button

@@ -64,6 +64,7 @@ class WebShop:
         self._goal = goals(self._dials.source, self._dials.price_seed)[self._dials.goal]
         self._queries = words.queries(self._goal.text) if self._dials.queries == "goal" else ()
         self._compact = self._dials.style == "compact"
+        self._marks = compact.Marks.of(self._goal.text) if self._dials.mark else compact.Marks()
         self._noise = Noise(task.seed)
         self._visit = Visit()
         self._page: pages.Page = ()
@@ -193,9 +194,9 @@ class WebShop:
         visit = self._visit
         match visit.page:
             case "results":
-                return compact.results([products()[n] for n in visit.found], visit.number, visit.seen)
+                return compact.results([products()[n] for n in visit.found], visit.number, visit.seen, self._marks)
             case "item":
-                return compact.item(products()[visit.item], dict(visit.options))
+                return compact.item(products()[visit.item], dict(visit.options), self._marks)
             case "done":
                 return compact.done(visit.score)
         return compact.index(self._goal.text)
@@ -206,7 +207,8 @@ class WebShop:
             searches = [f"search[{text}]" for text in self._queries]
             return dict(zip(compact.FINDS if self._compact else searches, searches, strict=False))
         if self._compact:
-            return {action: f"click[{argument}]" for action, argument in compact.actions(self._targets).items()}
+            offered = compact.actions(self._targets, self._marks)
+            return {action: f"click[{argument}]" for action, argument in offered.items()}
         return {action: action for action in (f"click[{argument}]" for argument in self._targets)}
 
     def _grammar(self) -> str:
