@@ -95,32 +95,33 @@ def tasks(
 
     Raises ValueError naming the argument that cannot be met.
     """
+    given = {"level": level, "objective": objective, "recipe": recipe, "take": take, "go": go, "open": open}
+    given |= {"cook": cook, "cut": cut, "drop": drop, "recipe_seed": recipe_seed, "foods": foods}
+    free = {"reward": reward, "looking": looking, "style": style, "max_steps": max_steps, "cache": cache}
+    numbers = _numbers(split, n, seed)
+    dials = {"kind": kind, **_chosen(split, kind, given), **free}
+    if problem := Dials(0, **dials).problem():
+        raise ValueError(problem)
+    return tuple(_task(number, seed, dials) for number in numbers)
+
+
+def _numbers(split: str, n: int | None, seed: int) -> list[int]:
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}; use one of {', '.join(SPLITS)}")
-    given: dict[str, Any] = {
-        "level": level,
-        "objective": objective,
-        "recipe": recipe,
-        "take": take,
-        "go": go,
-        "open": open,
-        "cook": cook,
-        "cut": cut,
-    }
-    given |= {"drop": drop, "recipe_seed": recipe_seed, "foods": foods}
-    own = _own(kind)
-    if strange := [name for name, value in given.items() if value is not None and name not in own]:
-        raise ValueError(f"{strange[0]} is no dial of {kind!r}, which has {', '.join(own)}")
-    defaults = {**Dials._field_defaults, "foods": FOODS[split]}
-    dials = {name: defaults[name] if given[name] is None else given[name] for name in own}
-    dials |= {"reward": reward, "looking": looking, "style": style, "max_steps": max_steps, "cache": cache}
-    if problem := Dials(0, kind=kind, **dials).problem():
-        raise ValueError(problem)
     numbers = SPLITS[split]
     if n is not None and not 0 < n <= len(numbers):
         raise ValueError(f"n is {n}; split {split!r} has {len(numbers)} games")
     order = Noise(seed).at("textworld", "order", split).permutation(len(numbers))
-    return tuple(_task(numbers[i], seed, {"kind": kind, **dials}) for i in order[:n].tolist())
+    return [numbers[i] for i in order[:n].tolist()]
+
+
+def _chosen(split: str, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The dials that a kind has, with its defaults."""
+    own = _own(kind)
+    if strange := [name for name, value in given.items() if value is not None and name not in own]:
+        raise ValueError(f"{strange[0]} is no dial of {kind!r}, which has {', '.join(own)}")
+    defaults = {**Dials._field_defaults, "foods": FOODS[split]}
+    return {name: defaults[name] if given[name] is None else given[name] for name in own}
 
 
 def _task(game: int, seed: int, dials: Mapping[str, Any]) -> Task:
