@@ -61,6 +61,12 @@ LISTINGS: Mapping[str, Listing] = {
         "tau-bench: customer service in a shop (retail) or at an airline, tools, a policy, a scripted user",
         preload=("branchpoint.env.tau.warm",),
     ),
+    "textworld": Listing(
+        "TextWorld: generated text games: coin collector, treasure hunt, cooking",
+        "textworld",
+        ("textworld", "jericho"),
+        preload=("branchpoint.env.textworld.warm",),
+    ),
     "webshop": Listing(
         "WebShop: find, configure and buy one of 1,000 real products by an instruction",
         "webshop",
