@@ -30,9 +30,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +43,19 @@ from branchpoint.world import Task
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from benchmarks.alfworld_plain import choose  # noqa: E402
+from benchmarks.alfworld_plain import choose, timed  # noqa: E402
 
 FIRST = """
 import sys, time
-start = time.perf_counter()
+clock = time.process_time if sys.argv[2] == "processor" else time.perf_counter
+start = clock()
 from branchpoint.env import alfworld
 alfworld.preload()
-ready = time.perf_counter()
+ready = clock()
 world = alfworld.make(alfworld.tasks("valid_seen")[int(sys.argv[1])])
-made = time.perf_counter()
+made = clock()
 world.reset()
-print(ready - start, made - ready, time.perf_counter() - made)
+print(ready - start, made - ready, clock() - made)
 """
 
 
@@ -66,11 +66,10 @@ class Times:
         self.wall: defaultdict[str, list[float]] = defaultdict(list)
         self.processor: defaultdict[str, list[float]] = defaultdict(list)
 
-    def time(self, name: str, call: Any) -> Any:
-        processor, wall = time.process_time(), time.perf_counter()
-        result = call()
-        self.wall[name].append(time.perf_counter() - wall)
-        self.processor[name].append(time.process_time() - processor)
+    def time(self, name: str, call: Callable[[], Any]) -> Any:
+        result, (wall, processor) = timed(call)
+        self.wall[name].append(wall)
+        self.processor[name].append(processor)
         return result
 
     def medians(self) -> dict[str, float]:
@@ -98,11 +97,15 @@ def ours(tasks: Sequence[Task], steps: int) -> dict[str, float]:
 
 def first(processes: int) -> dict[str, float]:
     """Medians of fresh processes."""
-    rows = []
-    for number in range(processes):
-        command = [sys.executable, "-c", FIRST, str(number)]
-        rows.append([float(word) for word in subprocess.check_output(command, text=True, timeout=120).split()])
-    return dict(zip(("preload", "pack", "load"), map(statistics.median, zip(*rows, strict=True)), strict=True))
+    found = {}
+    for clock, suffix in (("wall", ""), ("processor", "_processor")):
+        rows = []
+        for number in range(processes):
+            command = [sys.executable, "-c", FIRST, str(number), clock]
+            rows.append([float(word) for word in subprocess.check_output(command, text=True, timeout=120).split()])
+        names = [name + suffix for name in ("preload", "pack", "load")]
+        found |= dict(zip(names, map(statistics.median, zip(*rows, strict=True)), strict=True))
+    return found
 
 
 def plain(tasks: Sequence[Task], steps: int) -> dict[str, float]:
@@ -121,11 +124,11 @@ def plain(tasks: Sequence[Task], steps: int) -> dict[str, float]:
     lines = [json.loads(line) for line in said]
     games = [line for line in lines if len(line) == 2]
     turns = [line[0] for line in lines if len(line) == 6 and line[0]]
+    kinds = {"first": [games[0][0]], "load": [load for load, _ in games[1:]], "reset": [reset for _, reset in games]}
     return {
-        "first": games[0][0],
-        "load": statistics.median(load for load, _ in games[1:]),
-        "reset": statistics.median(reset for _, reset in games),
-        "step": statistics.median(turns),
+        name + suffix: statistics.median(seconds[clock] for seconds in times)
+        for name, times in {**kinds, "step": turns}.items()
+        for clock, suffix in enumerate(("", "_processor"))
     }
 
 

@@ -1,11 +1,11 @@
 """Compare ALFWorld games here with the plain packages, byte for byte, over random steps.
 
-    python scripts/compare_alfworld.py --steps 20000 --games 60 [--seed 0] [--small]
+    python scripts/compare_alfworld.py --steps 20000 --games 60 [--seed 0] [--small] [--memoised]
 
 The games are spread evenly over task types and splits. Every observation, list of admissible commands, score and done
 flag has to be equal; the commands are random, half of them chosen among those that change something, a few of them
-inadmissible. The packages take about 60 ms a step, so 20,000 steps take half an hour. Exit status 1 at a difference,
-which is printed.
+inadmissible. The packages take about 60 ms a step, so 20,000 steps take half an hour; with ``--memoised`` they remember
+what they have parsed and take a few minutes. Exit status 1 at a difference, which is printed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from benchmarks.alfworld_plain import choose  # noqa: E402
 
 
 @contextmanager
-def plain() -> Iterator[tuple[IO[str], IO[str]]]:
+def plain(options: Sequence[str] = ()) -> Iterator[tuple[IO[str], IO[str]]]:
     """The plain packages in a process of their own: where games go in, and where lines come out."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "ALFWORLD_DATA": folder}
-        command = [sys.executable, str(ROOT / "benchmarks" / "alfworld_plain.py")]
+        command = [sys.executable, str(ROOT / "benchmarks" / "alfworld_plain.py"), *options]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=environment, **pipes)
         assert process.stdin
@@ -67,7 +67,7 @@ def compare(task: Task, seed: int, steps: int, pipes: tuple[IO[str], IO[str]], k
     to_plain.flush()
     from_plain.readline()
     world, luck, command = alfworld.make(task), random.Random(seed), ""
-    step = world.reset()
+    step, turn = world.reset(), 0
     for turn in range(steps + 1):
         line = from_plain.readline()
         if not line:
@@ -106,16 +106,18 @@ def main() -> None:
     parser.add_argument("--games", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--small", action="store_true", help="games in bathrooms only: few things, quick")
+    parser.add_argument("--memoised", action="store_true", help="let the packages remember what they have parsed")
     options = parser.parse_args()
     start, total, kinds = time.monotonic(), 0, Counter()
     tasks = chosen(options.games, options.seed, options.small)
-    with plain() as pipes:
+    with plain(("--memoised",) if options.memoised else ()) as pipes:
         for number, task in enumerate(tasks):
             share = (options.steps - total) // (len(tasks) - number)
             total += compare(task, options.seed + number, share, pipes, kinds)
             print(f"{total:6d} steps equal, {time.monotonic() - start:5.0f} s, {task.id}", flush=True)
     types = Counter(task.metadata["task_type"] for task in tasks)
-    print(f"{total} steps of {len(tasks)} games are equal to the plain packages' byte for byte; games: {dict(types)}")
+    theirs = "packages' with memoised parsers" if options.memoised else "plain packages'"
+    print(f"{total} steps of {len(tasks)} games are equal to the {theirs}, byte for byte; games: {dict(types)}")
     print(f"commands: {dict(kinds.most_common())}")
 
 
