@@ -35,7 +35,7 @@ pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 echo "setup: installing the tested packages from constraints.txt (a few minutes the first time)"
 # torch first and pinned: an open range would take a CUDA build of several GB on some indexes.
 pip install -c constraints.txt torch
-pip install -c constraints.txt -e '.[train,lora,gguf,grammar,alfworld,gym,minigrid,bfcl,webshop,dev]'
+pip install -c constraints.txt -e '.[train,lora,gguf,grammar,alfworld,gym,minigrid,bfcl,webshop,scienceworld,textworld-express,dev]'
 # Its many requirements (numpy 1.26, vLLM clients, ...) are not needed for the simulators.
 pip install --no-deps bfcl-eval==2026.3.23
 echo "setup: done"

