@@ -120,6 +120,57 @@ def test_a_failing_model_fails_what_it_was_asked_and_nothing_after() -> None:
     assert made.config._attn_implementation == "sdpa"
 
 
+class _Full(torch.Tensor):
+    """No memory for a larger one."""
+
+    def new_zeros(self, *_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("how", ["rows", "slots"])
+def test_memory_that_ends_while_the_store_grows_spoils_nothing(how: str) -> None:
+    """The second layer cannot grow, the first has: what sits in the store and what comes after stay the same bits."""
+
+    async def main(full: bool) -> list[Action]:
+        p = policy(model(), stop=59)
+        held = [p.open() for _ in range(3)]
+        for k, s in enumerate(held):
+            await act(s, ids(k, length=30), k)
+        store = p.engine.store
+        if full:
+            store.layers[1] = tuple(t.as_subclass(_Full) for t in store.layers[1])  # type: ignore[assignment]
+            much = [
+                act(p.open(), ids(9, length=300 if how == "rows" else 5), 9) for _ in range(1 if how == "rows" else 3)
+            ]
+            for failed in await asyncio.gather(*much, return_exceptions=True):
+                assert isinstance(failed, PolicyFailure)
+                assert "out of memory" in str(failed)
+            store.layers[1] = tuple(t.as_subclass(torch.Tensor) for t in store.layers[1])  # type: ignore[assignment]
+        fresh = [p.open() for _ in range(4)]
+        return list(await asyncio.gather(*(act(s, ids(20 + k, length=9), k) for k, s in enumerate([*held, *fresh]))))
+
+    assert all(same(a, b) for a, b in zip(run(main(True)), run(main(False)), strict=True))
+
+
+def test_the_store_is_given_up_when_the_last_session_ends() -> None:
+    """The learner's step wants the memory."""
+    p = policy(model(), stop=59)
+
+    async def main() -> list[Action]:
+        sessions = [p.open() for _ in range(9)]
+        actions = await asyncio.gather(*(act(s, ids(k, length=300), k) for k, s in enumerate(sessions)))
+        forks = [s.fork(200) for s in sessions]
+        for s in sessions:
+            s.close()
+        assert p.engine.store.layers, "the forks still read it"
+        for s in forks:
+            s.close()
+        assert not p.engine.store.layers
+        return list(actions)
+
+    assert all(same(a, b) for a, b in zip(run(main()), run(main()), strict=True))
+
+
 def test_a_cancelled_session_leaves_the_engine_going() -> None:
     p = policy(model(), stop=59)
 

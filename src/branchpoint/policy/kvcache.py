@@ -180,12 +180,17 @@ def _alike(of: range, key: Callable[[int], Any]) -> list[tuple[int, int]]:
 class KVStore:
     """Keys and values of all sessions: per layer two tensors [slots, kv_heads, capacity, d], growing as needed.
 
-    Layers appear when they are first written, so the store needs no knowledge of the model's shapes. Everything is
+    Layers appear when they are first written, so the store needs no knowledge of the model's shapes, and each grows
+    when it is next used: where memory ends in the middle of that, layers differ in size but none is wrong, and the
+    others grow later. When the last slot comes back all memory is given up (the learner's step wants it). Everything is
     finite at all times: stale rows are masked, and a mask turns a finite number, but not a NaN, into nothing.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
+        self._clear()
+
+    def _clear(self) -> None:
         self.slots, self.capacity = MIN_ROWS, 4 * BLOCK
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._free = list(range(self.slots))
@@ -199,7 +204,7 @@ class KVStore:
         """The lowest free slot: neighbours stay neighbours, so that their attention runs as one product."""
         if not self._free:
             self._free = list(range(self.slots, 2 * self.slots))
-            self._resize(2 * self.slots, self.capacity)
+            self.slots *= 2
         slot = min(self._free)
         self._free.remove(slot)
         return slot
@@ -210,18 +215,20 @@ class KVStore:
             with torch.inference_mode():
                 for pair in self.layers.values():
                     for tensor in pair:
-                        tensor[slot].zero_()
+                        tensor[slot : slot + 1].zero_()  # nothing where the layer has never grown so far
         self._free.append(slot)
+        if not self.used:
+            self._clear()
 
     def reserve(self, length: int) -> None:
         """Makes room for ``length`` rows in every slot."""
         if length > self.capacity:
-            self._resize(self.slots, max(-(-length // (4 * BLOCK)) * 4 * BLOCK, rounded(self.capacity * 5 // 4)))
+            self.capacity = max(-(-length // (4 * BLOCK)) * 4 * BLOCK, rounded(self.capacity * 5 // 4))
 
     def copy(self, source: int, target: int, length: int, row: int = 0) -> None:
         """Copies the first ``length`` rows of a slot to those of another from ``row`` on, in all layers."""
-        for pair in self.layers.values():
-            for tensor in pair:
+        for index in self.layers:
+            for tensor in self._grown(index):
                 tensor[target, :, row : row + length] = tensor[source, :, :length]
 
     def layer(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,17 +236,18 @@ class KVStore:
         if index not in self.layers:
             shape = (self.slots, like.shape[1], self.capacity, like.shape[2])
             self.layers[index] = (like.new_zeros(shape), like.new_zeros(shape))
-        return self.layers[index]
+        return self._grown(index)
 
-    def _resize(self, slots: int, capacity: int) -> None:
-        for index, pair in self.layers.items():  # one tensor at a time: the peak is one tensor above the total
-            grown = []
-            for old in pair:
-                new = old.new_zeros((slots, old.shape[1], capacity, old.shape[3]))
+    def _grown(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer with all its slots and rows. One tensor at a time: the peak is one tensor above the total."""
+        for i in (0, 1):
+            old = self.layers[index][i]
+            if old.shape[0] != self.slots or old.shape[2] != self.capacity:
+                new = old.new_zeros((self.slots, old.shape[1], self.capacity, old.shape[3]))
                 new[: old.shape[0], :, : old.shape[2]] = old
-                grown.append(new)
-            self.layers[index] = (grown[0], grown[1])
-        self.slots, self.capacity = slots, capacity
+                other = self.layers[index][1 - i]
+                self.layers[index] = (other, new) if i else (new, other)
+        return self.layers[index]
 
 
 def attend(
