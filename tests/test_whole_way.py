@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from branchpoint.advantage import Bpo, Grpo, Rloo, Tree
 from branchpoint.config import Sampling
@@ -75,6 +76,22 @@ def test_the_ratio_is_one_before_the_first_update(sampling: Sampling, scheduler:
     scored = [learner.logprobs(b).numpy() for b in batches]
     for batch, new in zip(batches, scored, strict=True):
         np.testing.assert_allclose(new[batch.sampled], batch.old_logprobs[batch.sampled], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(restrict="actions", temperature=0.7)], ids=lambda s: s.restrict
+)
+def test_with_bf16_the_ratio_is_one_but_for_the_rounding_of_bfloat16(sampling: Sampling) -> None:
+    """The learner autocasts and the sampler does not: an error of 2^-8 a product, and no clipping from it."""
+    policy, learner = parts(sampling, lr=0.0, bf16=True)
+    with torch.no_grad():  # logits as wide as those of a trained model
+        for p in learner.parameters:
+            p.mul_(3 if p.ndim == 2 else 1)
+    segments = [Segments.of(t) for t in trees(policy, Flat(roots=4))]
+    metrics = learner.step(pack([(s, Rloo().credit(s)) for s in segments], 2048), normaliser=2)
+    assert 1e-5 < metrics.drift < 0.05
+    assert metrics.ratio == pytest.approx(1.0, abs=0.005)
+    assert metrics.clip_share == 0
 
 
 def test_a_few_updates_on_trees_raise_the_return() -> None:

@@ -50,7 +50,7 @@ class LearnerConfig(BaseModel):
     token_budget: int = Field(default=8192, ge=1, description="tokens of a packed row")
     kernel: Kernel = "segments"
     gradient_checkpointing: bool = False
-    bf16: bool = Field(default=False, description="autocast to bfloat16; else compute as the weights are")
+    bf16: bool = Field(default=False, description="the learner autocasts to bfloat16; the sampler does not")
 
 
 Where = npt.NDArray[np.int64]
