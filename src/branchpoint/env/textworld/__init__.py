@@ -144,7 +144,7 @@ def transcripts(n: int | None = None, **dials: Any) -> tuple[Transcript, ...] | 
     """Recorded episodes of the expert that ship with the package and fit the dials of :func:`tasks` (the first ``n``),
     or None when none does.
 
-    40 training games of each kind under its default dials, with ``looking`` on and off. Any ``reward``, ``max_steps``
+    100 training games of each kind under its default dials, with ``looking`` on and off. Any ``reward``, ``max_steps``
     and ``cache`` fit: the tasks returned carry the given ones.
     """
     wanted = dict(tasks("train", 1, **dials)[0].metadata)
