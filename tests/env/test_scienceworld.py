@@ -486,8 +486,11 @@ def test_the_games_keep_the_contract_and_branch_by_replay() -> None:
         plan = ["look around", "inventory", "look around", "nonsense"]
         plain = played(textworld_express.make(task), plan)
         assert plain[-1].observation.startswith("Unknown action")
-        got = asyncio.run(branches(Replay(), textworld_express.make, task, plan[:2], plan[2:]))
-        assert got == [plain[3:]] * 3
+        said: list[str] = []
+        for sandbox in (Replay(), ForkServer(unforkable="replay", say=said.append)):
+            got = asyncio.run(branches(sandbox, textworld_express.make, task, plan[:2], plan[2:]))
+            assert got == [plain[3:]] * 3
+        assert len(said) == 1
 
 
 @express

@@ -4,7 +4,7 @@ The simulator is that of the package ``scienceworld`` (Apache-2.0), a Java progr
 "branchpoint[scienceworld]"`` brings it with a Java runtime. Dials (``Task.metadata``, set by :func:`tasks`):
 
 * ``simplifications``: ``easy``, or names of the package joined by commas; empty: none.
-* ``actions``: list the admissible actions (up to 700) of every state in ``Step.actions``.
+* ``actions``: list the admissible actions (hundreds, some 2,700 in the kitchen) of every state in ``Step.actions``.
 * ``reward``: ``score``: the increase of the score over 100, which is negative when the task is failed (score -100);
   ``success``: 1 when the task is done, else 0.
 * ``max_steps``: actions until the episode is cut.
