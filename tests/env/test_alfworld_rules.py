@@ -76,6 +76,16 @@ def test_conditions_of_effects_are_those_before_the_action() -> None:
     assert twice.facts - played().facts == {("poked", "red")}
 
 
+def test_what_an_action_removes_and_adds_stays() -> None:
+    effect = "(and (up ?c) (not (up ?c)) (spun ?c))"
+    spin = f"(define (domain d) (:action spin :parameters (?c - cat) :precondition () :effect {effect}))"
+    state = rules.State(
+        rules.actions(spin), "(define (problem p) (:objects tom - cat) (:init (up tom)) (:goal (up tom)))"
+    )
+    state.play(("spin", ("tom",)))
+    assert state.facts == {("up", "tom"), ("spun", "tom")}
+
+
 def test_the_goal() -> None:
     assert not played("poke tom red").won  # the red ball does not count
     assert played("move tom b1 b2", "flip b2", "poke tom blue").won
