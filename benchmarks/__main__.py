@@ -39,6 +39,8 @@ BENCHMARKS = {
     "fork": Benchmark("fork.py", "fork.json", 60),
     "alfworld": Benchmark("alfworld_branches.py", "alfworld.json", 60),
     "alfworld-speed": Benchmark("alfworld_speed.py", "alfworld_speed.json", 60),
+    "webshop": Benchmark("webshop.py", "webshop.json", 60),
+    "textworld": Benchmark("textworld_games.py", "textworld.json", 180, ("--cache", "build/textworld-games")),
     "trl": Benchmark("trl_update.py", "trl_update.json", 120),
     "trl-4": Benchmark("trl_update.py", "trl_update_4_groups.json", 120, ("--groups", "4")),
     "generate-135M": Benchmark("generate.py", "generate_135M.json", 60, ("--size", "135M")),

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
 import time
 from pathlib import Path
@@ -22,6 +19,7 @@ from branchpoint.env import alfworld
 from branchpoint.noise import Noise
 from branchpoint.sandbox.forkserver import ForkServer
 from branchpoint.world import Task
+from report import report
 
 GAMES, BRANCHES = 4, 64
 
@@ -61,12 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     games = [alfworld.tasks("valid_seen", 1, 0, [kind], max_steps=1000)[0] for kind in alfworld.TASK_TYPES[:GAMES]]
     result: dict[str, Any] = {"branches": asyncio.run(branches(games, options.rounds))}
-    result["machine"] = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
+    report(result, options.out)
 
 
 if __name__ == "__main__":

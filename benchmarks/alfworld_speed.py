@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -39,6 +38,7 @@ from branchpoint.env import _alfworld_data as data
 from branchpoint.env import _alfworld_engine as engine
 from branchpoint.env import alfworld
 from branchpoint.world import Task
+from report import report
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -148,12 +148,7 @@ def main() -> None:
         "first": first(options.processes),
         "plain": plain(tasks[: options.plain_games], options.steps),
     }
-    result["machine"] = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
+    report(result, options.out)
 
 
 if __name__ == "__main__":

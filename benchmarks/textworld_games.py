@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import resource
 import time
@@ -29,6 +27,7 @@ from branchpoint.env.textworld import stories
 from branchpoint.noise import Noise
 from branchpoint.sandbox.forkserver import ForkServer
 from branchpoint.world import Step, Task
+from report import report
 
 GAMES: dict[str, dict[str, Any]] = {
     "coin_collector": {"kind": "coin_collector"},
@@ -155,10 +154,7 @@ def main() -> None:
     for name in options.only:
         result[name] = measure(name, options.harder if "," in name else options.games, options.cache)
         print(name, json.dumps(result[name]), flush=True)
-    result["machine"] = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    report(result, options.out)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import random
 import time
 from collections.abc import Callable
@@ -27,6 +24,7 @@ from branchpoint.env.webshop import search
 from branchpoint.noise import Noise
 from branchpoint.sandbox.forkserver import ForkServer
 from branchpoint.world import Step, Task
+from report import report
 
 
 class Clock:
@@ -139,13 +137,8 @@ def main() -> None:
             "train_500": customer(webshop.tasks("train", 500, seed=1)),
             "human": customer(webshop.tasks("test", source="human")),
         },
-        "machine": {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()},
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
+    report(result, options.out)
 
 
 if __name__ == "__main__":
