@@ -108,7 +108,7 @@ def test_the_rules_allow_the_operators_of_the_packages_planner_library() -> None
     row = data.game(SMALL[2].metadata["game"])
     with engine._quiet():
         logic = packages.pddl.GameLogic(domain=packages.domain, grammar=packages.grammar)
-        theirs = packages.pddl.PddlState(packages.downward.load_lib(), row["pddl_problem"], logic)
+        theirs = packages.pddl.PddlState(engine._planner(), row["pddl_problem"], logic)
     ours = rules.State(engine._actions(), row["pddl_problem"])
     assert {p for p in theirs.facts if p.name == "inreceptacle"}
     done = set()

@@ -255,14 +255,20 @@ class Game:
     def packages_plan(self) -> tuple[str, ...]:
         """The commands of a shortest plan from the game's start to the goal by the packages' planner, empty when it
         finds none. May take minutes and a gigabyte."""
-        packages = _packages()
+        packages, library = _packages(), _planner()
         logic = packages.pddl.GameLogic(domain=packages.domain, grammar=packages.grammar)
-        library = packages.downward.load_lib()
         try:
             with _quiet():
                 return tuple(packages.pddl.PddlState(library, self._problem, logic).replan(self._entities))
         finally:
-            packages.downward.close_lib(library)
+            library.cleanup()
+
+
+@functools.cache
+def _planner() -> Any:
+    """The planner library, one copy a process and never unloaded: copies of it share a registry of functions, and an
+    unloaded one crashes the process at its end."""
+    return _packages().downward.load_lib()
 
 
 def goal_text(game_id: str, task_type: str, params: dict[str, Any]) -> str:
