@@ -18,13 +18,13 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from branchpoint.world import EnvironmentFailure, SandboxFailure, UserError
+from branchpoint.world import EnvironmentFailure, SandboxFailure, Step, UserError
 
 START_S = 120.0
 """Limit of starting Java."""
@@ -323,3 +323,14 @@ def _py4j() -> Any:
     except ImportError as error:
         raise ImportError('no package py4j: pip install "branchpoint[scienceworld]"') from error
     return java_gateway, protocol
+
+
+class Script:
+    """An agent that plays a list of actions in order, and looks around once it is through."""
+
+    def __init__(self, actions: Sequence[str]) -> None:
+        self._actions = iter(actions)
+
+    def act(self, step: Step) -> str:
+        """The next action, whatever the step shows."""
+        return next(self._actions, "look around")

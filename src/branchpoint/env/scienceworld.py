@@ -183,7 +183,7 @@ class ScienceWorld:
             raise EnvironmentFailure(f"scienceworld: {str(inner.getErrorStateMessage()).splitlines()[0]:.300}")
 
 
-class Expert:
+class Expert(_java.Script):
     """Plays the package's own solution of a task ("gold path"), made with full knowledge of the world."""
 
     def __init__(self, task: Task) -> None:
@@ -192,13 +192,9 @@ class Expert:
         try:
             if problem := java.call("load", dials.task, dials.variation, dials.simplifications, True):
                 raise EnvironmentFailure(f"{dials.task}, variation {dials.variation}: {problem}")
-            self._script, self._next = java.lines("getGoldActionSequence"), 0
+            super().__init__(java.lines("getGoldActionSequence"))
         finally:
             java.close()
-
-    def act(self, step: Step) -> str:
-        self._next += 1
-        return self._script[self._next - 1] if self._next <= len(self._script) else "look around"
 
 
 def make(task: Task) -> ScienceWorld:

@@ -133,7 +133,7 @@ class TextWorldExpress:
         return Step(before + told["observation"].strip(), reward, done, self._over and not done, actions, info=info)
 
 
-class Expert:
+class Expert(_java.Script):
     """Plays the package's own solution of a game, which walks about at random where it has to search: another one each
     time."""
 
@@ -141,13 +141,9 @@ class Expert:
         java = _java.lease(PROGRAM)
         try:
             _begin(java, Dials.of(task.metadata), gold=True)
-            self._script, self._next = java.lines("getGoldActionSequence"), 0
+            super().__init__(java.lines("getGoldActionSequence"))
         finally:
             java.close()
-
-    def act(self, step: Step) -> str:
-        self._next += 1
-        return self._script[self._next - 1] if self._next <= len(self._script) else "look around"
 
 
 def make(task: Task) -> TextWorldExpress:
