@@ -45,9 +45,9 @@ class Ran:
     """What a command did.
 
     ``output``: standard output and error as they were written, undecodable bytes replaced, cut in the middle beyond the
-    limit (``omitted`` bytes are missing there). ``code``: the exit status, 128 + n for signal n. ``timed_out``: the time
-    was over and the whole tree of processes was killed. ``left``: how many processes the command left running; they were
-    killed. ``notes``: what else the user of the machine must know (a limit that was hit, a shell state that was lost).
+    limit (``omitted`` bytes are missing there). ``code``: the exit status, 128 + n for signal n. ``timed_out``: the
+    time was over and the whole tree of processes was killed. ``left``: how many processes the command left running; they
+    were killed. ``notes``: what else there is to know (a limit that was hit, a shell state that was lost).
     """
 
     output: str
@@ -60,7 +60,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A path that differs from the image. ``data`` is None where it was deleted, or is no regular file (``kind`` says)."""
+    """A path that differs from the image. ``data`` is None unless it is a regular file now."""
 
     kind: str  # "file", "deleted", "directory", "symlink", "other"
     data: bytes | None = None
@@ -71,7 +71,7 @@ class Machine(Protocol):
     """A live machine with one owner. Its methods block, and raise SandboxFailure when the machine itself fails."""
 
     def run(self, command: str, *, seconds: float | None = None, stdin: bytes = b"") -> Ran:
-        """Runs a bash command line in the state that the commands before it left. Ends after ``seconds`` at the latest."""
+        """Runs a bash command line in the state that earlier ones left. Ends after ``seconds`` at the latest."""
         ...
 
     def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
@@ -80,7 +80,7 @@ class Machine(Protocol):
         ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Writes a file, with its folders, links followed inside only. Raises OSError where the agent could not write."""
+        """Writes a file, with its folders; links are followed inside only. Raises OSError where that is not possible."""
         ...
 
     def changes(self, under: str) -> Mapping[str, Change]:
