@@ -118,7 +118,11 @@ class Machines(Protocol):
 
 
 class MachineWorld(World, Protocol):
-    """A world that acts through a machine. ``get_state`` and ``set_state`` cover the Python side alone."""
+    """A world that acts through a machine. ``get_state`` and ``set_state`` cover the Python side alone.
+
+    Optional: ``spare(start)``, called before ``attach`` with what starts a further machine of an image, e.g. to grade in;
+    the world closes each before its step returns.
+    """
 
     image: Image
 
@@ -193,6 +197,9 @@ class MachineEnv:
         self._sandbox, self._fresh = sandbox, fresh
         self._stage = _drive.Stage()
         with _drive.typed("attaching the machine"):
+            spare = getattr(world, "spare", None)
+            if spare is not None:
+                spare(sandbox.machines.start)
             world.attach(machine)
             _drive.reseed_world(world, noise)
 
