@@ -1,4 +1,4 @@
-"""The command line: ``branchpoint train | eval | view | check | envs``."""
+"""The command line: ``branchpoint train | eval | view | check | envs | swe``."""
 
 from __future__ import annotations
 
@@ -45,6 +45,15 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("name", nargs="?", help="a built-in name, module:attribute, or for oracles a JSON file")
 
     commands.add_parser("envs", help="list the environments: what is there, and what each needs")
+
+    swe = commands.add_parser("swe", help="make repository tasks")
+    make = swe.add_subparsers(dest="what", required=True, metavar="WHAT")
+    inject = make.add_parser("inject", help="inject bugs into PyPI packages; keep those that their tests notice")
+    inject.add_argument("--tasks", type=int, default=400, help="how many (default: 400)")
+    inject.add_argument("--out", type=Path, required=True, help="a .jsonl or .jsonl.xz file")
+    inject.add_argument("--repos", nargs="+", metavar="NAME", help="only these repositories (default: all)")
+    inject.add_argument("--seed", type=int, default=0)
+    inject.add_argument("--jobs", type=int, default=1, help="test runs at a time")
     return top
 
 
@@ -77,6 +86,10 @@ def main(argv: list[str] | None = None) -> int:
             from branchpoint.command.envs import listing
 
             return listing(console)
+        if a.command == "swe":
+            from branchpoint.command.swe import inject
+
+            return inject(a.tasks, a.out, a.repos, a.seed, a.jobs, console)
         from branchpoint.command.check import check
 
         return check(a.what, a.name, console)

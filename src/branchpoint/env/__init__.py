@@ -72,6 +72,9 @@ LISTINGS: Mapping[str, Listing] = {
         ("scienceworld", "py4j"),
         programs=_JAVA,
     ),
+    "swe": Listing(
+        "repair real Python packages, hidden tests grade; needs sandbox: shell or container, and a package index",
+    ),
     "tau": Listing(
         "tau-bench: customer service in a shop (retail) or at an airline, tools, a policy, a scripted user",
         preload=("branchpoint.env.tau.warm",),

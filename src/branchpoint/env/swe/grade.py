@@ -56,7 +56,9 @@ class Report:
         }
 
 
-def carried(changes: Mapping[str, Change], recipe: Recipe, image: Image) -> tuple[dict[str, bytes | None], dict[str, str]]:
+def carried(
+    changes: Mapping[str, Change], recipe: Recipe, image: Image
+) -> tuple[dict[str, bytes | None], dict[str, str]]:
     """The changes that count, by path relative to the root (None: removed), and the others with the reason.
 
     Left behind: whatever is outside the repository; tests and what configures them or Python's start; compiled code and
@@ -101,12 +103,12 @@ def _steers(path: str, kind: str, recipe: Recipe, base: Path, taken: frozenset[s
     if any(part in _FOLDERS or part.endswith(_METADATA) for part in parts):
         return "no source of the repository"
     for root in recipe.paths:
-        inner = PurePosixPath(path).parts[len(PurePosixPath(root).parts) :]
         if root and PurePosixPath(root) not in PurePosixPath(path).parents:
             continue
-        name = inner[0].split(".")[0]
+        first, *deeper = str(PurePosixPath(path).relative_to(root)).split("/")
+        name = first.split(".")[0]
         there = any(os.path.lexists(base / root / file) for file in (name, f"{name}.py"))
-        if name in taken and not there and (len(inner) > 1 or inner[0].endswith(".py")):
+        if name in taken and not there and (deeper or first.endswith(".py")):
             return f"shadows the module {name}"
     return ""
 
@@ -145,9 +147,9 @@ def prepare(machine: Machine, files: Mapping[str, bytes | None]) -> None:
 def grade(instance: Instance, recipe: Recipe, image: Image, changes: Mapping[str, Change], start: Start) -> Report:
     """The verdict on an agent's changes (``machine.changes(ROOT)``).
 
-    ``image`` is the agent's. ``start`` starts a machine; the one for grading is closed here. ``resolved``: every test of
-    FAIL_TO_PASS and PASS_TO_PASS passed; a skipped one did not, else code could skip what it breaks. Raises GraderFailure when the tests could not
-    be run; what the agent's code does to itself is a failed repair, not a failure of the grader.
+    ``image`` is the agent's. ``start`` starts a machine; the one for grading is closed here. ``resolved``: every test
+    of FAIL_TO_PASS and PASS_TO_PASS passed; a skipped one did not, else code could skip what it breaks. Raises
+    GraderFailure when the tests could not be run; what the agent's code does to itself is a failed repair instead.
     """
     kept, dropped = carried(changes, recipe, image)
     if len(kept) > MOST_FILES or sum(len(data or b"") for data in kept.values()) > MOST_BYTES:

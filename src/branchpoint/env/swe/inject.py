@@ -21,7 +21,7 @@ from branchpoint.world import BranchFailure, UserError
 
 BASELINE_RUNS = 5
 _MOST_FAILING = 0.5
-_SLACK = 20.0  # seconds a mutant may take beyond its repository's limit for a test run
+_SECONDS = 30.0  # a mutant that needs longer than this for a test run hangs
 Say = Callable[[str], None]
 
 
@@ -134,7 +134,7 @@ def _run(repository: Repository, tree: Path, machines: Machines, files: dict[str
     machine: Machine = machines.start(image)
     try:
         grade.prepare(machine, files)
-        return results.run(machine, replace(repository.recipe, seconds=min(repository.recipe.seconds, _SLACK + 10)))
+        return results.run(machine, replace(repository.recipe, seconds=min(repository.recipe.seconds, _SECONDS)))
     finally:
         machine.close()
 
@@ -160,9 +160,7 @@ def judge(
     return Bug(number, path, mutation.kind, mutation.line, mutation.where, patch, reverse, lost)
 
 
-def vet(
-    repository: Repository, machines: Machines, quota: int, seed: int, jobs: int, part: Path, say: Say
-) -> Vetted:
+def vet(repository: Repository, machines: Machines, quota: int, seed: int, jobs: int, part: Path, say: Say) -> Vetted:
     """A repository with up to ``quota`` bugs: the first in the seed's order that qualify, whatever ``jobs`` is.
 
     Verdicts go to ``part`` as they come, and those that are there are not asked again.
@@ -260,4 +258,4 @@ def load(file: Path) -> tuple[Vetted, ...]:
         text = (lzma.decompress(raw) if file.suffix == ".xz" else raw).decode()
         return tuple(Vetted.of(json.loads(line)) for line in text.splitlines())
     except (OSError, lzma.LZMAError, ValueError, TypeError, KeyError) as error:
-        raise InjectError(f"{file}: no file of injected tasks ({error}); make one with: branchpoint swe inject") from error
+        raise InjectError(f"{file}: no file of tasks ({error}); make one with: branchpoint swe inject") from error

@@ -1,10 +1,10 @@
-"""Small bugs: one token or statement of a Python file changed, found by its syntax tree and written back by byte range."""
+"""Small bugs: one token or statement of a Python file changed, found in its syntax tree, written back by byte range."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from branchpoint.env.swe import patch
 
@@ -74,7 +74,8 @@ class _Finder(ast.NodeVisitor):
 
     def __init__(self, source: bytes) -> None:
         self.found: list[Mutation] = []
-        self._source, self._names, self._inside = source, [], 0
+        self._source, self._inside = source, 0
+        self._names: list[str] = []
         self._starts = [0]
         for line in source.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
@@ -166,7 +167,7 @@ class _Finder(ast.NodeVisitor):
                 self._add("arguments", start, self._source[start:end], swapped)
 
 
-_RULES = (
+_RULES: tuple[tuple[Any, Callable[[_Finder, Any], None]], ...] = (
     (ast.Compare, _Finder._compare),
     (ast.BinOp, _Finder._binary),
     (ast.BoolOp, _Finder._boolean),
@@ -176,8 +177,3 @@ _RULES = (
     (ast.Expr | ast.AugAssign | ast.Assign, _Finder._statement),
     (ast.Call, _Finder._call),
 )
-
-
-def files(names: Iterator[str] | tuple[str, ...]) -> tuple[str, ...]:
-    """The Python files among names, sorted."""
-    return tuple(sorted(name for name in names if name.endswith(".py")))

@@ -62,7 +62,7 @@ def unpack(archive: Path, place: Path) -> None:
 
 
 def tools(requirements: Sequence[str]) -> Path:
-    """A folder with the packages, installed by pip when it is not in the cache. Raises PlaceError with pip's last line."""
+    """A folder with the packages, installed by pip unless they are in the cache. Raises PlaceError in pip's words."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     key = hashlib.sha256("\n".join([version, *sorted(requirements)]).encode()).hexdigest()[:16]
     place = cache() / "tools" / key

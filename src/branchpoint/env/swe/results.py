@@ -18,14 +18,17 @@ from branchpoint.sandbox.machine import Machine, Ran
 from branchpoint.world import GraderFailure
 
 _LIMIT = 64 << 20
-_BOOT = "import sys; exec(compile(sys.stdin.buffer.read({size}), 'runner', 'exec'), n := {{'__name__': 'runner'}}); n['main']()"
+_BOOT = (
+    "import sys; exec(compile(sys.stdin.buffer.read({size}), 'runner', 'exec'), n := {{'__name__': 'runner'}}); "
+    "n['main']()"
+)
 _OUTCOMES = ("passed", "failed", "skipped")
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a run of tests gave. ``outcomes``: ``passed``, ``failed`` or ``skipped`` by test id. ``trouble``: why the run
-    as a whole does not count, or "": it timed out, crashed, or something interfered with the test runner."""
+    """What a run of tests gave. ``outcomes``: ``passed``, ``failed`` or ``skipped`` by test id. ``trouble``: why the
+    run as a whole does not count, or "": it timed out, crashed, or something interfered with the test runner."""
 
     outcomes: Mapping[str, str]
     trouble: str = ""
@@ -78,7 +81,7 @@ def read(written: bytes, secret: bytes, ran: Ran) -> Results:
     for number, row in enumerate(written.splitlines()):
         mac, _, line = row.partition(b" ")
         right = hashlib.blake2b(line, key=secret, digest_size=16).hexdigest().encode()
-        count, word, text = (line.split(b" ") + [b"", b"", b""])[:3]
+        count, word, text = [*line.split(b" "), b"", b"", b""][:3]
         if not hmac.compare_digest(mac, right) or count != str(number).encode():
             trouble = trouble or "the results were forged"
             break

@@ -1,9 +1,10 @@
 """Runs tests inside a grading machine and reports each outcome signed. It is sent there as text and imports only the
 standard library, and what runs the tests, before the code under test can be imported.
 
-The order comes on standard input after this text: JSON with ``secret`` (hex), ``results`` (a file that does not exist),
-``tools``, ``paths`` (to import from), ``root``, ``folder``, ``kind``, ``targets``, ``arguments``, ``plugins``. Each line
-of the results is a keyed hash, its number, a word and a text in hex; :func:`branchpoint.env.swe.results.read` checks it.
+The order comes on standard input after this text: JSON with ``secret`` (hex), ``results`` (a file that does not exist
+yet), ``tools``, ``paths`` (to import from), ``root``, ``folder``, ``kind``, ``targets``, ``arguments``, ``plugins``.
+Each line of the results is a keyed hash, its number, a word and a text in hex;
+:func:`branchpoint.env.swe.results.read` checks it.
 What the code under test can still do in this same process is told in docs/howto/swe.md.
 """
 
@@ -28,8 +29,11 @@ GUARDED = (
 """Modules whose functions have to be at the end what they were at the start."""
 OWN = ("_getini_unknown_type",)
 """What pytest itself replaces when it starts."""
-HOOKS = ("pytest_runtest_protocol", "pytest_runtest_makereport", "pytest_runtest_logreport", "pytest_runtest_call",
-         "pytest_pyfunc_call", "pytest_runtest_setup", "pytest_runtest_teardown", "pytest_exception_interact")  # fmt: skip
+HOOKS = (
+    "pytest_runtest_protocol", "pytest_runtest_makereport", "pytest_runtest_logreport", "pytest_runtest_call",
+    "pytest_pyfunc_call", "pytest_runtest_setup", "pytest_runtest_teardown", "pytest_exception_interact",
+)  # fmt: skip
+"""Hooks whose implementations are the same at the end as when the tests were collected."""
 
 
 def signer(secret: bytes, path: str) -> Write:
@@ -79,8 +83,8 @@ def _code(value: Any) -> Any:
 
 
 class Recorder:
-    """A pytest plugin: one signed line a test. ``failed`` beats ``skipped`` beats ``passed`` over its phases; an expected
-    failure counts as passed, as in SWE-bench."""
+    """A pytest plugin: one signed line a test. ``failed`` beats ``skipped`` beats ``passed`` over its phases; an
+    expected failure counts as passed, as in SWE-bench."""
 
     def __init__(self, write: Write, check: Callable[[], str]) -> None:
         self._write, self._check = write, check

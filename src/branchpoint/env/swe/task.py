@@ -1,10 +1,10 @@
-"""Repository tasks as data: how a repository's tests are run, and one bug to repair, with the field names of SWE-bench."""
+"""Repository tasks as data: how a repository's tests are run, and one bug to repair, in the names of SWE-bench."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatch
 from typing import Any
 
@@ -38,12 +38,9 @@ class Recipe:
     requirements: tuple[str, ...] = ("pytest==8.4.2",)
     tests: tuple[str, ...] = ("tests/*", "test/*", "test_*.py", "*_test.py", "*/test_*.py", "*/tests/*")
     folder: str = ""
-    environment: Mapping[str, str] = ()  # type: ignore[assignment]
+    environment: Mapping[str, str] = field(default_factory=dict)
     python: str = ""
     seconds: float = 120.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "environment", dict(self.environment))
 
     def is_test(self, path: str) -> bool:
         """Whether a file of the repository, by its path relative to the root, belongs to the tests."""
@@ -52,7 +49,8 @@ class Recipe:
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Recipe:
         """From JSON. Raises TypeError for an unknown field."""
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**given)
 
 
 @dataclass(frozen=True, slots=True)
