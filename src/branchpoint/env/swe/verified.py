@@ -50,7 +50,7 @@ RECIPES: Mapping[str, Recipe] = {"django": _DJANGO, "sympy": _SYMPY, "flask": _F
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A task with the release that stands for its ``base_commit``. ``instance`` has the observed test lists, and patches
+    """A task with the release that stands for its ``base_commit``. ``instance`` has the observed lists, and patches
     that apply to the release exactly; ``official`` is the published row."""
 
     instance: Instance
