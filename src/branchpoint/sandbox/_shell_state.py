@@ -2,8 +2,8 @@
 
 Every command runs in a new bash. Before it, the state of the last one is restored; behind it, the state is dumped with
 builtins alone onto a file descriptor, from where the host keeps it as a value beside the files. Kept: working
-directory, variables (exported and plain, arrays, attributes), functions, aliases, options, umask. Not kept: jobs, traps,
-open descriptors, positional parameters, history, the directory stack, variables declared without a value.
+directory, variables (exported and plain, arrays, attributes), functions, aliases, options, umask. Not kept: jobs,
+traps, open descriptors, positional parameters, history, the directory stack, variables declared without a value.
 
 All that is dumped comes from an untrusted shell. The host only splits it at NUL bytes, which no value can hold, and
 evaluates it nowhere but in the same machine.
