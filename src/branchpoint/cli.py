@@ -54,6 +54,10 @@ def parser() -> argparse.ArgumentParser:
     inject.add_argument("--repos", nargs="+", metavar="NAME", help="only these repositories (default: all)")
     inject.add_argument("--seed", type=int, default=0)
     inject.add_argument("--jobs", type=int, default=1, help="test runs at a time")
+    verify = make.add_parser("verify", help="check the Verified tasks on release sdists")
+    verify.add_argument("--ids", nargs="+", metavar="ID", help="only these, with or without the release (default: all)")
+    verify.add_argument("--jobs", type=int, default=1, help="tasks at a time")
+    verify.add_argument("--out", type=Path, help="a .jsonl file of verdicts; a second call goes on from it")
     return top
 
 
@@ -87,8 +91,10 @@ def main(argv: list[str] | None = None) -> int:
 
             return listing(console)
         if a.command == "swe":
-            from branchpoint.command.swe import inject
+            from branchpoint.command.swe import inject, verify
 
+            if a.what == "verify":
+                return verify(a.ids, a.jobs, a.out, console)
             return inject(a.tasks, a.out, a.repos, a.seed, a.jobs, console)
         from branchpoint.command.check import check
 

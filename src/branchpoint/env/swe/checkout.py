@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -73,7 +74,8 @@ def _mirror(row: Row, source: str) -> Path:
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            ["git", "-c", "core.askPass=true", *arguments],
+            ["git", *arguments],
+            env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
             capture_output=True, text=True, timeout=_SECONDS, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except FileNotFoundError:
@@ -124,7 +126,7 @@ def eval_script(row: Row) -> str:
 
 
 def directives(row: Row) -> list[str]:
-    """What the test command is asked to run: the test files of ``test_patch``; for Django the names of their modules."""
+    """What the test command is asked to run: the test files of ``test_patch``; for Django their modules."""
     data = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml", ".rst")
     paths = [p for p, kind in diffs.changed(row.test_patch).items() if kind != "removed" and not p.endswith(data)]
     if row.repo != "django/django":
