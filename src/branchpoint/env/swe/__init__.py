@@ -7,19 +7,22 @@ https://arxiv.org/abs/2310.06770). Commands of the agent run in a machine: ``san
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from branchpoint.env.swe import sources
 from branchpoint.env.swe.dials import Dials, Style, Tests
 from branchpoint.env.swe.expert import Expert, Searcher
 from branchpoint.env.swe.grade import Report
+from branchpoint.env.swe.rehearsal import rehearse
 from branchpoint.env.swe.task import Instance, Recipe, Repository
 from branchpoint.env.swe.world import Repair
 from branchpoint.noise import Noise
-from branchpoint.world import Message, Task
+from branchpoint.world import Message, Task, Transcript
 
 __all__ = [
-    "Dials", "Expert", "Instance", "Recipe", "Repair", "Report", "Repository", "Searcher", "expert", "make", "tasks",
+    "Dials", "Expert", "Instance", "Recipe", "Repair", "Report", "Repository", "Searcher", "expert", "make",
+    "tasks", "transcripts",
 ]  # fmt: skip
 
 RULES = (
@@ -89,6 +92,16 @@ def tasks(
 def _task(instance: Instance, seed: int, dials: dict[str, Any]) -> Task:
     prompt = () if dials["style"] == "compact" else (Message("system", RULES),)
     return Task(f"swe/{instance.instance_id}", "swe", prompt, seed, {"instance": instance.instance_id, **dials})
+
+
+def transcripts(split: str = "train", **dials: Any) -> Iterator[Transcript] | None:
+    """Rehearsed episodes of the :class:`Searcher` in style ``compact``, without a machine; None in style ``text``.
+
+    See :mod:`branchpoint.env.swe.rehearsal` for what they take for granted.
+    """
+    if dials.get("style") != "compact":
+        return None
+    return (episode for task in tasks(split, **dials) if (episode := rehearse(task)) is not None)
 
 
 def expert(task: Task) -> Expert | Searcher:

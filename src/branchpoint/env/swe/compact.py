@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from branchpoint.env.swe import mutate
@@ -48,9 +49,11 @@ class Menu:
         original = (base / path).read_bytes()
         faulty = (diffs.apply(instance.bug, lambda _: original.decode())[path] or "").encode()
         repair = _difference(faulty, original)
-        others = [m for m in mutate.mutations(faulty) if m.apply(faulty) != original and m.line != repair.line]
+        sites = mutate.sites(faulty)
         noise = Noise().at("swe", "menu", instance.instance_id)
-        drawn = [others[int(i)] for i in noise.permutation(len(others))[: choices - 1]]
+        others = (sites[int(i)] for i in noise.permutation(len(sites)))
+        fitting = (m for m, block in others if m.line != repair.line and mutate.valid(m, block, faulty))
+        drawn = list(islice(fitting, choices - 1))
         place = int(noise.integers(len(drawn) + 1))
         return cls(instance, path, faulty, (*drawn[:place], repair, *drawn[place:]), place + 1)
 
@@ -112,7 +115,7 @@ def _difference(before: bytes, after: bytes) -> mutate.Mutation:
     while end and _wordy(before[len(before) - end : len(before) - end + 1]):
         end -= 1
     old, new = before[start : len(before) - end], after[start : len(after) - end]
-    where = next((m.where for m in mutate.mutations(before) if m.start >= start), "")
+    where = next((m.where for m, _ in mutate.sites(before) if m.start >= start), "")
     return mutate.Mutation("repair", start, old, new, before.count(b"\n", 0, start) + 1, where)
 
 

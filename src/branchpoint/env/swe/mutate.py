@@ -51,22 +51,33 @@ def diffs(path: str, source: bytes, mutation: Mutation) -> tuple[str, str]:
 def mutations(source: bytes) -> tuple[Mutation, ...]:
     """All mutations of a file's functions, by their place; each leaves it valid Python. Empty for a file that is not
     valid UTF-8 Python."""
+    return tuple(m for m, block in sites(source) if valid(m, block, source))
+
+
+def sites(source: bytes) -> list[tuple[Mutation, tuple[int, int]]]:
+    """As :func:`mutations`, unchecked, each with the bytes of the top-level statement that it is in: :func:`valid`
+    checks one."""
     try:
         tree = ast.parse(source)
         source.decode()
     except (SyntaxError, ValueError):
-        return ()
+        return []
     finder = _Finder(source)
-    finder.visit(tree)
-    found = sorted(set(finder.found), key=lambda m: (m.start, m.kind, m.new))
-    return tuple(m for m in found if _valid(m.apply(source), tree))
+    blocks: dict[Mutation, tuple[int, int]] = {}
+    for node in tree.body:
+        finder.found.clear()
+        finder.visit(node)
+        blocks |= dict.fromkeys(finder.found, finder.block(node))
+    return sorted(blocks.items(), key=lambda item: (item[0].start, item[0].kind, item[0].new))
 
 
-def _valid(changed: bytes, original: ast.Module) -> bool:
+def valid(mutation: Mutation, block: tuple[int, int], source: bytes) -> bool:
+    """Whether a mutation changes something and leaves its top-level statement valid Python."""
     try:
-        return ast.dump(ast.parse(changed)) != ast.dump(original)
+        ast.parse(mutation._replace(start=mutation.start - block[0]).apply(source[slice(*block)]))
     except (SyntaxError, ValueError):
         return False
+    return mutation.old != mutation.new
 
 
 class _Finder(ast.NodeVisitor):
@@ -83,6 +94,11 @@ class _Finder(ast.NodeVisitor):
     def _span(self, node: ast.AST) -> tuple[int, int]:
         at = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
         return self._starts[at[0] - 1] + at[1], self._starts[at[2] - 1] + at[3]
+
+    def block(self, node: ast.stmt) -> tuple[int, int]:
+        """From the start of a statement's first line, decorators included, to its end."""
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+        return self._starts[first - 1], self._span(node)[1]
 
     def _text(self, node: ast.AST) -> bytes:
         start, end = self._span(node)

@@ -18,9 +18,11 @@ class PatchError(UserError):
 
 
 class Hunk(NamedTuple):
-    """``before`` and ``after`` hold lines with their ends; ``start`` is the line of the old file, from 1."""
+    """``before`` and ``after`` hold lines with their ends; ``start`` is the line of the old file, from 1, ``landing``
+    that of the new; where a side is empty, it is the line before."""
 
     start: int
+    landing: int
     before: tuple[str, ...]
     after: tuple[str, ...]
 
@@ -78,7 +80,7 @@ def _name(row: str) -> str | None:
 def _hunks(rows: list[str], at: int) -> tuple[list[Hunk], int]:
     hunks: list[Hunk] = []
     while at < len(rows) and (head := _HUNK.match(rows[at])):
-        start, counts = int(head[1]), [int(head[2] or 1), int(head[4] or 1)]
+        start, landing, counts = int(head[1]), int(head[3]), [int(head[2] or 1), int(head[4] or 1)]
         at += 1
         before: list[str] = []
         after: list[str] = []
@@ -96,7 +98,7 @@ def _hunks(rows: list[str], at: int) -> tuple[list[Hunk], int]:
             at += 1
         if [len(before), len(after)] != counts:
             raise PatchError(f"diff line {at}: a hunk is shorter than its head says")
-        hunks.append(Hunk(start, tuple(before), tuple(after)))
+        hunks.append(Hunk(start, landing, tuple(before), tuple(after)))
     return hunks, at
 
 
@@ -147,32 +149,19 @@ def _patched(path: str, text: str, hunks: tuple[Hunk, ...]) -> str:
 
 def reverse(text: str) -> str:
     """The diff that undoes one. Raises PatchError for a malformed one."""
-    return "".join(_written(FilePatch(f.new, f.old, tuple(_back(h) for h in f.hunks))) for f in _shifted(parse(text)))
-
-
-def _shifted(files: tuple[FilePatch, ...]) -> list[FilePatch]:
-    """With each hunk's start in the new file in place of the old."""
-    out: list[FilePatch] = []
-    for file in files:
-        grown, hunks = 0, []
-        for hunk in file.hunks:
-            hunks.append(hunk._replace(start=hunk.start + grown))
-            grown += len(hunk.after) - len(hunk.before)
-        out.append(file._replace(hunks=tuple(hunks)))
-    return out
+    return "".join(_written(FilePatch(f.new, f.old, tuple(map(_back, f.hunks)))) for f in parse(text))
 
 
 def _back(hunk: Hunk) -> Hunk:
-    return Hunk(hunk.start, hunk.after, hunk.before)
+    return Hunk(hunk.landing, hunk.start, hunk.after, hunk.before)
 
 
 def _written(file: FilePatch) -> str:
     head = f"--- {'/dev/null' if file.old is None else 'a/' + file.old}\n"
     head += f"+++ {'/dev/null' if file.new is None else 'b/' + file.new}\n"
-    grown, body = 0, ""
+    body = ""
     for hunk in file.hunks:
-        body += f"@@ -{hunk.start},{len(hunk.before)} +{hunk.start + grown},{len(hunk.after)} @@\n"
-        grown += len(hunk.after) - len(hunk.before)
+        body += f"@@ -{hunk.start},{len(hunk.before)} +{hunk.landing},{len(hunk.after)} @@\n"
         matcher = difflib.SequenceMatcher(None, hunk.before, hunk.after, autojunk=False)
         for kind, a, b, c, d in matcher.get_opcodes():
             if kind == "equal":

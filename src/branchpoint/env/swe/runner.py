@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ HOOKS = (
     "pytest_runtest_protocol", "pytest_runtest_makereport", "pytest_runtest_logreport", "pytest_runtest_call",
     "pytest_pyfunc_call", "pytest_runtest_setup", "pytest_runtest_teardown", "pytest_exception_interact",
 )  # fmt: skip
-"""Hooks whose implementations are the same at the end as when the tests were collected."""
+"""Hooks that only pytest, named plugins and conftest files may implement."""
 
 
 def signer(secret: bytes, path: str) -> Write:
@@ -86,11 +87,10 @@ class Recorder:
     """A pytest plugin: one signed line a test. ``failed`` beats ``skipped`` beats ``passed`` over its phases; an
     expected failure counts as passed, as in SWE-bench."""
 
-    def __init__(self, write: Write, check: Callable[[], str]) -> None:
-        self._write, self._check = write, check
+    def __init__(self, write: Write, check: Callable[[], str], root: str, plugins: list[str]) -> None:
+        self._write, self._check, self._root, self._plugins = write, check, root, plugins
         self._outcomes: dict[str, str] = {}
         self._bodies: list[tuple[Any, Any]] = []
-        self._hooks: list[tuple[Any, list[int]]] = []
         self._config: Any = None
 
     def pytest_configure(self, config: Any) -> None:
@@ -100,9 +100,6 @@ class Recorder:
         for item in session.items:
             body = getattr(item, "obj", None)
             self._bodies.append((body, _code(body)))
-        for name in HOOKS:
-            hook = getattr(self._config.hook, name)
-            self._hooks.append((hook, [id(found.function) for found in hook.get_hookimpls()]))
         self._guard()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -119,6 +116,19 @@ class Recorder:
         if report.failed:
             self._write("broken", report.nodeid)
 
+    def _own(self, plugin: Any) -> bool:
+        """Whether a plugin is pytest's own, one that the recipe names, or a conftest.py."""
+        if plugin is self:
+            return True
+        if type(plugin) is type(sys):
+            file = getattr(plugin, "__file__", None) or ""
+            known = plugin.__name__.startswith("_pytest.") or plugin.__name__ in self._plugins
+            inside = file.startswith(self._root + "/") and file.endswith("/conftest.py")
+            return inside or (known and sys.modules.get(plugin.__name__) is plugin)
+        kind = type(plugin)
+        home = sys.modules.get(kind.__module__)
+        return kind.__module__.startswith("_pytest.") and getattr(home, kind.__qualname__, None) is kind
+
     def _guard(self) -> None:
         if changed := self._check():
             self._write("tampered", changed)
@@ -126,15 +136,16 @@ class Recorder:
     def finish(self) -> None:
         """The last checks: the runner, its hooks and the bodies of the tests are what they were."""
         self._guard()
-        for hook, functions in self._hooks:
-            if [id(found.function) for found in hook.get_hookimpls()] != functions:
-                self._write("tampered", f"hooks of {hook.name}")
+        for name in HOOKS:
+            for found in getattr(self._config.hook, name).get_hookimpls():
+                if not self._own(found.plugin):
+                    self._write("tampered", f"a hook for {name}")
         for body, code in self._bodies:
             if _code(body) is not code:
                 self._write("tampered", "the body of a test")
 
 
-def run_pytest(order: dict[str, Any], write: Write) -> int:
+def run_pytest(order: dict[str, Any], write: Write, ready: Callable[[], None]) -> int:
     """The tests by pytest. Its plugins are loaded by name only, and its options of the project are left out."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.pop("PYTEST_ADDOPTS", None)
@@ -144,7 +155,8 @@ def run_pytest(order: dict[str, Any], write: Write) -> int:
     for name in GUARDED:
         with contextlib.suppress(ImportError):  # not in every release of pytest
             __import__(name)
-    recorder = Recorder(write, guarded())
+    recorder = Recorder(write, guarded(), order["root"], order["plugins"])
+    ready()
     sys.path[:0] = order["paths"]
     arguments = ["-q", "--tb=no", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", order["root"]]
     for name in order["plugins"]:
@@ -160,17 +172,23 @@ def main() -> None:
     secret = bytes.fromhex(order.pop("secret"))
     write = signer(secret, order.pop("results"))
     put, token = os.write, hashlib.blake2b(b"started", key=secret, digest_size=16).hexdigest()
-    put(1, f"started {token}\n".encode())
-    del secret, token
+
+    def ready() -> None:
+        """To be called when all that is trusted is imported, and before anything else can be."""
+        put(1, f"started {token}\n".encode())
+
+    del secret
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.chdir(os.path.join(order["root"], order["folder"]))
     sys.dont_write_bytecode = True
     sys.argv = ["pytest"]
-    run: Callable[[dict[str, Any], Write], int] = globals()[f"run_{kind}"]
+    run: Callable[[dict[str, Any], Write, Callable[[], None]], int] = globals()[f"run_{kind}"]
     status = 3
     try:
-        status = run(order, write)
+        status = run(order, write, ready)
+    except BaseException:
+        traceback.print_exc()
     finally:
         write("end", str(status))
         leave(status)

@@ -69,9 +69,7 @@ class Repair:
         base = self.image.trees[ROOT]
         after = diffs.apply(self._instance.bug, lambda path: (base / path).read_bytes().decode())
         files: dict[str, bytes | None] = {k: None if v is None else v.encode() for k, v in after.items()}
-        if self._dials.tests == "hidden":
-            names = {test.split("::")[0] for test in self._instance.FAIL_TO_PASS}
-            files |= {name: None for name in names if (base / name).is_file()}
+        files |= dict.fromkeys(self._hidden())
         grade.prepare(self._box(), files)
         self._progress = Progress(over=False)
         if self._menu:
@@ -100,6 +98,12 @@ class Repair:
             why = {FileNotFoundError: "no such file", IsADirectoryError: "a folder"}.get(type(error), str(error))
             return self._step(f"{done.name}: {done.path}: {why}", valid=False)
         return self._step(said, valid=not said.startswith(f"{done.name}: "))
+
+    def _hidden(self) -> frozenset[str]:
+        """The files of the failing tests, where the agent is not to see them."""
+        names = {test.split("::")[0] for test in self._instance.FAIL_TO_PASS}
+        there = (name for name in names if (self.image.trees[ROOT] / name).is_file())
+        return frozenset(there if self._dials.tests == "hidden" else ())
 
     def _box(self) -> Machine:
         if self._machine is None:
@@ -161,7 +165,9 @@ class Repair:
     def _submit(self) -> Step:
         if self._start is None:
             raise EnvironmentFailure("this world needs a sandbox that starts machines for grading")
-        changes = self._box().changes(ROOT)
+        ours = {f"{ROOT}/{name}" for name in self._hidden()}
+        found = self._box().changes(ROOT)
+        changes = {k: v for k, v in found.items() if not (k in ours and v.kind == "deleted")}
         report = grade.grade(self._instance, self._recipe, self.image, changes, self._start)
         self._progress = self._progress._replace(over=True)
         passed = report.fail_to_pass[0] + report.pass_to_pass[0], report.fail_to_pass[1] + report.pass_to_pass[1]
