@@ -8,12 +8,14 @@ tests themselves are run and reported here. A test goes by both names that SWE-b
 import runpy
 import unittest
 from typing import TYPE_CHECKING, Any
+from unittest.util import strclass
 
 if TYPE_CHECKING:  # in the machine they stand above, in the same text
+    import os
     import sys
     from collections.abc import Callable
 
-    from branchpoint.env.swe.runner import Write, guarded
+    from branchpoint.env.swe.runner import Write, _code, guarded
 
 
 class Tally(unittest.TestResult):
@@ -64,18 +66,47 @@ def names_of(test: Any) -> list[str]:
     """A test's names in the lists of SWE-bench, which has one or the other."""
     text = test.shortDescription() if isinstance(test, unittest.TestCase) else ""
     method = getattr(test, "_testMethodName", "")
-    name = f"{method} ({unittest.util.strclass(type(test))})" if method else str(test)
+    name = f"{method} ({strclass(type(test))})" if method else str(test)
     return [name, str(text)] if text else [name]
+
+
+def strange(tests: Any, folders: tuple[str, ...]) -> str:
+    """A function by which a test class runs its tests that comes from elsewhere than tests and test packages, or ""."""
+    classes = {kind for test in _each(tests) for kind in type(test).__mro__}
+    for kind in classes:
+        for name in ("run", "__call__", "_setup_and_call", "_callTestMethod"):
+            code = _code(vars(kind).get(name))
+            if code is not None and not os.path.abspath(code.co_filename).startswith(folders):
+                return f"{kind.__name__}.{name}"
+    return ""
+
+
+def _each(tests: Any) -> Any:
+    for test in tests:
+        if isinstance(test, unittest.TestSuite):
+            yield from _each(test)
+        else:
+            yield test
 
 
 def run_django(order: dict[str, Any], write: "Write", ready: "Callable[[], None]") -> int:
     """The tests of Django by their labels."""
     sys.path.insert(0, order["tools"])
     tallies: list[Tally] = []
-    check = guarded()
+    others, own = guarded(), [(key, value, _code(value)) for key, value in vars(Tally).items() if _code(value)]
+
+    def check() -> str:
+        """The name of what was replaced in the test runner or in the tally, or ""."""
+        changed = [key for key, value, code in own if vars(Tally).get(key) is not value or _code(value) is not code]
+        return others() or (f"Tally.{changed[0]}" if changed else "")
+
+    root = order["root"]
+    folders = (f"{os.path.dirname(unittest.__file__)}/", f"{root}/tests/", f"{root}/django/test/")
 
     class Runner(unittest.TextTestRunner):
         def run(self, test: Any) -> Any:
+            if found := strange(test, folders):
+                write("tampered", found)
             tally = Tally(write, check)
             tallies.append(tally)
             test(tally)
@@ -93,6 +124,8 @@ def run_django(order: dict[str, Any], write: "Write", ready: "Callable[[], None]
     outcomes: dict[str, str] = {}
     for tally in tallies:
         outcomes |= tally.outcomes
+        if type(tally) is not Tally:
+            write("tampered", "the tally")
     if changed := check():
         write("tampered", changed)
     for name, outcome in outcomes.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,6 +22,9 @@ from branchpoint.sandbox.machine import Image
 FILE = Path(__file__).parents[1] / "data" / "swe" / "verified_release_32.jsonl.xz"
 NOTE = "Verified task on a release sdist ({}), not an official score"
 
+USER = "/opt/user"
+"""Python's user folder in a machine: tests of Django start commands without PYTHONPATH, which find the packages there."""
+
 _DJANGO = Recipe(
     kind="django",
     targets=(),
@@ -28,7 +32,7 @@ _DJANGO = Recipe(
     requirements=("asgiref==3.8.1", "sqlparse==0.5.3", "pytz==2024.2", "tzdata==2024.2", "Jinja2==3.1.6"),
     tests=("tests/*", "django/test/*"),  # the package's own test classes decide outcomes too
     folder="tests",
-    environment={"PYTHONWARNINGS": "ignore"},
+    environment={"PYTHONWARNINGS": "ignore", "PYTHONUSERBASE": USER},
 )
 _SYMPY = Recipe(
     targets=(),
@@ -59,7 +63,11 @@ class Release:
 
     def image(self) -> Image:
         """What an agent works in; fetches the sdist and the packages when the cache has none."""
-        return place.image(self.repository.recipe, place.tree(self.repository))
+        image = place.image(self.repository.recipe, place.tree(self.repository))
+        if USER not in image.environment.values():
+            return image
+        site = f"{USER}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+        return replace(image, binds={**image.binds, site: image.binds[place.TOOLS]})
 
 
 @cache
