@@ -23,7 +23,7 @@ FILE = Path(__file__).parents[1] / "data" / "swe" / "verified_release_32.jsonl.x
 NOTE = "Verified task on a release sdist ({}), not an official score"
 
 USER = "/opt/user"
-"""Python's user folder in a machine: tests of Django start commands without PYTHONPATH, which find the packages there."""
+"""Python's user folder in a machine: commands that tests of Django start without PYTHONPATH find the packages there."""
 
 _DJANGO = Recipe(
     kind="django",
