@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from branchpoint.env.swe import mutate, patch
+from branchpoint.env.swe import inject, mutate, patch, sources
+from branchpoint.env.swe.repositories import REPOSITORIES
 
 SOURCE = textwrap.dedent(
     '''
@@ -110,3 +111,22 @@ def test_diffs_that_cannot_be_applied_say_why(text: str, why: str) -> None:
 def test_a_hunk_goes_where_its_lines_stand_nearest() -> None:
     text = "--- a/f\n+++ b/f\n@@ -4 +4 @@\n-x\n+y\n"
     assert patch.apply(text, lambda _: "x\na\nb\nc\nx\n") == {"f": "x\na\nb\nc\ny\n"}
+
+
+def test_the_shipped_tasks_are_whole() -> None:
+    vetted = inject.load(sources.DATA / "injected.jsonl.xz")
+    instances = [instance for each in vetted for instance in each.instances()]
+    assert len(instances) >= 400
+    assert len(vetted) >= 8
+    assert len({instance.instance_id for instance in instances}) == len(instances)
+    assert {instance.split for instance in instances} == {"train", "validation", "test"}
+    for each in vetted:
+        assert each.sha256 == REPOSITORIES[each.name].sha256
+    for instance in instances:
+        fail, keep = set(instance.FAIL_TO_PASS), set(instance.PASS_TO_PASS)
+        assert fail
+        assert not fail & keep
+        assert len(keep) >= len(fail)
+        assert patch.changed(instance.bug) == patch.changed(instance.patch)
+        back = {tuple(h.after for h in f.hunks) for f in patch.parse(instance.patch)}
+        assert back == {tuple(h.before for h in f.hunks) for f in patch.parse(instance.bug)}
