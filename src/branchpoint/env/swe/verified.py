@@ -33,6 +33,7 @@ _DJANGO = Recipe(
     tests=("tests/*", "django/test/*"),  # the package's own test classes decide outcomes too
     folder="tests",
     environment={"PYTHONWARNINGS": "ignore", "PYTHONUSERBASE": USER},
+    seconds=600.0,  # one of them takes half a minute on an idle core
 )
 _SYMPY = Recipe(
     targets=(),
