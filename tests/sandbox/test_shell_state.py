@@ -39,7 +39,7 @@ class Shell:
         try:
             ran = subprocess.run(
                 ["bash", "--noprofile", "--norc", "-c", _shell_state.BOOT, "bash"],
-                input=script + b"\0" + stdin,
+                input=script + stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
@@ -117,8 +117,10 @@ def test_exit_codes_and_output_are_the_commands_own(shell: Shell) -> None:
         ("cat <<'END'\nhere $x\nEND", 0, "here $x\n"),
     ):
         assert (shell(command, stdin=b"input"), shell.code) == (output, code), command
-    assert shell("if then").startswith("bash:")
+    assert shell("if then").startswith("bash: eval: line 1: syntax error")
     assert shell.code != 0
+    shell("f() {\n  :\n}; shopt -s extglob")
+    assert shell("true\nnowhere").startswith("bash: line 2: nowhere:")  # lines are counted in the command
 
 
 def test_a_long_chain_keeps_everything(shell: Shell) -> None:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import shlex
 import string
 
-BOOT = 'IFS= \\builtin read -r -d "" __bp_script; \\builtin eval "$__bp_script"'
-"""What ``bash --noprofile --norc -c BOOT bash`` needs to take a :func:`script` from standard input, up to its NUL."""
+BOOT = 'IFS= \\builtin read -r __bp_n && LC_ALL=C \\builtin read -r -N "$__bp_n" __bp_s && \\builtin eval "$__bp_s"'
+"""What ``bash --noprofile --norc -c BOOT bash`` needs to run a :func:`script` from its standard input, which it leaves
+behind the script. Read by length, since reading up to a delimiter costs a system call a byte."""
 
 LIMIT = 1 << 20
 """Bytes of state that are kept. A shell with more keeps what it had before."""
@@ -26,11 +27,12 @@ _OWN = (
     "__bp_*|BASH*|COMP_*|DIRSTACK|EPOCH*|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID|PWD|RANDOM|SECONDS|"
     "SHELLOPTS|SHLVL|SRANDOM|UID|_"
 )
+_RAW = "surrogateescape"
 _FIXED = (b"login_shell", b"restricted_shell")  # options that no running shell can change
 
 
 def script(command: str, state: bytes, *, mark: str, fd: int, before: str = "") -> bytes:
-    """A bash script, without NUL, that runs a command in a state and dumps the new one onto ``fd``.
+    """What :data:`BOOT` reads: a bash script that runs a command in a state and dumps the new one onto ``fd``.
 
     Args:
         command: a bash command line. Raises ValueError where it holds a NUL, which no bash can take.
@@ -41,19 +43,21 @@ def script(command: str, state: bytes, *, mark: str, fd: int, before: str = "") 
     if "\0" in command:
         raise ValueError("the command holds a NUL character, which bash cannot take")
     settings, _, options = state.partition(b"\0")
-    run = options + command.encode(errors="surrogateescape")
-    return b"\n".join(
+    restore = _clear().encode() + b"\n" + settings if settings else b""
+    text = b"; ".join(  # in one line, so that bash counts the command's own lines in its messages
         [
-            before.encode(),
-            b"\\builtin eval " + _quote(_clear().encode() + b"\n" + settings if settings else b"") + b" 2>/dev/null",
-            b"\\builtin unset -v __bp_script __bp_v",
-            f"__bp_dump={shlex.quote(_dump(mark, fd))}".encode(),
+            before.encode() or b":",
+            b"\\builtin eval " + _line(restore) + b" 2>/dev/null",
+            b"\\builtin unset -v __bp_n __bp_s __bp_v",
+            b"__bp_dump=" + _line(_dump(mark, fd).encode()),
             b"\\builtin trap '\\builtin eval \"${__bp_dump-}\"' EXIT",
-            b"\\builtin eval " + _quote(run),
+            b"\\builtin eval "
+            + _quote((b"\\builtin eval " + _line(options) + b"; " if options else b"") + command.encode(errors=_RAW)),
             b'{ __bp_code=$?; \\builtin eval "${__bp_dump-}"; } 2>/dev/null',
             b'\\builtin exit "$__bp_code"\n',
         ]
     )
+    return b"%d\n%s" % (len(text), text)
 
 
 def parse(dump: bytes, mark: str) -> tuple[bytes | None, tuple[str, ...]]:
@@ -88,7 +92,7 @@ def _restore(records: dict[bytes, list[bytes]]) -> bytes:
     settings = [
         b"\\builtin cd -- " + _quote(first(b"W")) + b" || __bp_lost=1",
         *switches,
-        *records.get(b"V", []),
+        first(b"V"),
         first(b"F"),
         *traits,
         b"\\builtin umask " + _quote(first(b"U").strip()),
@@ -115,16 +119,19 @@ unset -v __bp_dump
 \builtin printf '\0W%s\0A' "$PWD"; \builtin alias -p
 \builtin printf '\0F'; \builtin declare -f
 \builtin printf '\0X'; \builtin declare -F
-\builtin printf '\0'
+\builtin printf '\0V'
+__bp_all=()
 for __bp_v in {_NAMES}; do
-    case $__bp_v in
-        {_OWN}) ;;
-        *) \builtin printf V; \builtin declare -p "$__bp_v"; \builtin printf '\0' ;;
-    esac
+    case $__bp_v in {_OWN}) ;; *) __bp_all+=("$__bp_v") ;; esac
 done
-if [[ ${{__bp_lost-}} ]]; then \builtin printf 'L\0'; fi
-\builtin printf '%s end\0' {shlex.quote(mark)}
+if ((${{#__bp_all[@]}})); then \builtin declare -p "${{__bp_all[@]}}"; fi
+\builtin printf '\0%s\0%s end\0' "${{__bp_lost:+L}}" {shlex.quote(mark)}
 }} 2>/dev/null >&{fd}"""
+
+
+def _line(text: bytes) -> bytes:
+    """Text as a bash word without a line break."""
+    return b"$'" + text.replace(b"\\", b"\\\\").replace(b"'", b"\\'").replace(b"\n", b"\\n") + b"'"
 
 
 def _quote(text: bytes) -> bytes:
