@@ -55,8 +55,8 @@ class Index(NamedTuple):
 def fetch(name: str, version: str, sha256: str = "", cache: Path | None = None, index: Index | None = None) -> Path:
     """The source distribution of a release, from the cache folder or else the index (default: pip's own settings).
 
-    The file is complete and has the checksum that was given, or the index's. A transfer that was cut off goes on where it
-    ended. Raises SdistError in one line.
+    The file is complete and has the checksum that was given, or the index's. A transfer that was cut off goes on where
+    it ended. Raises SdistError in one line.
     """
     folder = cache or home() / "sdists"
     folder.mkdir(parents=True, exist_ok=True)
