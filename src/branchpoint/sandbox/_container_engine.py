@@ -169,22 +169,30 @@ class Engine:
             return now[0]
         return self.base(name).id
 
-    def import_(self, stream: Iterable[bytes], labels: Mapping[str, str], environment: Iterable[str] = ()) -> str:
-        """Makes an image of one layer from the tar of a root file system, and returns its id."""
+    def import_(
+        self, stream: Iterable[bytes], labels: Mapping[str, str], name: str, environment: Iterable[str] = ()
+    ) -> str:
+        """Makes a named image of one layer from the tar of a root file system, and returns its id."""
         changes = [f"LABEL {k}={v}" for k, v in labels.items()] + [f"ENV {_env(e)}" for e in environment]
         with self._call("importing a file system") as client:
             told = client.import_image_from_stream(stream, changes=changes)
         for line in reversed(told.splitlines()):
             status = json.loads(line).get("status", "") if line.strip() else ""
             if status.startswith("sha256:"):
+                with self._call("naming an image") as client:
+                    client.tag(status, *name.split(":"))  # Podman takes no name when it imports
                 return status
         raise EngineError(f"importing a file system: {_text(told)}")
 
-    def commit(self, container: str, labels: Mapping[str, str]) -> str:
-        """Makes an image from a container's files, while it is paused, and returns its id."""
+    def commit(self, container: str, labels: Mapping[str, str], name: str) -> str:
+        """Makes an image from a container's files, while it is paused, and returns its id.
+
+        It gets a name, since Podman removes a nameless image with the last one that was built on it.
+        """
         with self._call("committing a container") as client:
-            made = client.commit(container, pause=True, changes=[f"LABEL {k}={v}" for k, v in labels.items()])
-        return made["Id"]
+            changes = [f"LABEL {k}={v}" for k, v in labels.items()]
+            repository, _, tag = name.partition(":")
+            return client.commit(container, repository=repository, tag=tag, pause=True, changes=changes)["Id"]
 
     def images(self, labels: Mapping[str, str]) -> list[dict[str, Any]]:
         """All images with these labels, with their ``Id``, ``ParentId``, ``Labels`` and ``Created``."""

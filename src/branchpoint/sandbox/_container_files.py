@@ -6,7 +6,6 @@ import hashlib
 import io
 import os
 import posixpath
-import stat
 import tarfile
 import tempfile
 import time
@@ -22,14 +21,17 @@ from branchpoint.world import SandboxFailure, UserError
 COMPARED = 1 << 30
 """Bytes below a folder that are compared with the image at most."""
 
+WHITEOUT = ".wh."
+"""What names start with that stand for deletions in the layers of images, so that no file of one can have them."""
+
 _LINKS = 40
 
 
 def absolute(path: str, workdir: str) -> str:
-    """A path of a machine, from its root. Raises ValueError for one that no file can have."""
+    """A path of a machine, from its root, ``..`` resolved by name. Raises ValueError for one that no file can have."""
     if "\0" in path or not path:
         raise ValueError(f"not a path: {path!r}")
-    return posixpath.join("/", workdir, path).rstrip("/") or "/"
+    return posixpath.normpath(posixpath.join("/", workdir, path))
 
 
 def follow(engine: Engine, container: str, path: str) -> tuple[str, Stat]:
@@ -97,8 +99,6 @@ def _deepest(engine: Engine, container: str, folder: str) -> tuple[str, list[str
             place, found = follow(engine, container, folder)
         except NotThere:
             folder, name = posixpath.split(folder)
-            if name in ("..", ".", ""):
-                raise FileNotFoundError(f"no folder {folder}/{name}") from None
             missing.insert(0, name)
             continue
         if found.kind != "directory":
@@ -117,9 +117,11 @@ def _entry(name: str, kind: bytes, mode: int, owner: tuple[int, int]) -> tarfile
 
 
 def signature(trees: Mapping[str, Path]) -> str:
-    """What changes when a file below one of the folders does: names, modes, sizes, times."""
+    """What changes when a file below one of the folders does: names, modes, sizes, times. Raises UserError."""
     digest = hashlib.sha256()
     for inside, folder in sorted(trees.items()):
+        if not folder.is_dir():
+            raise UserError(f"image.trees: {folder} is no folder")
         digest.update(f"{inside}\0{folder}\0".encode(errors="surrogateescape"))
         for name, path in _walk(folder):
             s = path.lstat()
@@ -128,7 +130,10 @@ def signature(trees: Mapping[str, Path]) -> str:
 
 
 def pack(trees: Mapping[str, Path], owner: tuple[int, int], extra: Iterable[tarfile.TarInfo]) -> tuple[IO[bytes], str]:
-    """A tar, relative to the root, that holds the trees behind extra entries; and the hash of its content."""
+    """A tar, relative to the root, that holds the trees behind extra entries; and the hash of its content.
+
+    Raises UserError for a name that no image can hold.
+    """
     out = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
     digest = hashlib.sha256()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
@@ -136,9 +141,9 @@ def pack(trees: Mapping[str, Path], owner: tuple[int, int], extra: Iterable[tarf
             tar.addfile(entry)
             digest.update(f"{entry.name}\0{entry.mode}\0".encode())
         for inside, folder in sorted(trees.items()):
-            if not folder.is_dir():
-                raise UserError(f"image.trees: {folder} is no folder")
             for name, path in _walk(folder):
+                if path.name.startswith(WHITEOUT):
+                    raise UserError(f"image.trees: {path}: an image cannot hold a name that starts with {WHITEOUT}")
                 entry = tar.gettarinfo(path, posixpath.join(inside.strip("/"), name).rstrip("/"))
                 if entry is None or not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
                     continue
@@ -183,18 +188,12 @@ def folders(engine: Engine, container: str, paths: Iterable[str], owner: tuple[i
         parts = [p for p in path.split("/") if p]
         for depth in range(1, len(parts) + 1):
             name = "/".join(parts[:depth])
-            if name not in missing and not _exists(engine, container, f"/{name}"):
+            if name not in missing and not exists(engine, container, f"/{name}"):
                 missing[name] = None
     return [_entry(name, tarfile.DIRTYPE, 0o755, owner) for name in missing]
 
 
-def root(engine: Engine, container: str, owner: tuple[int, int]) -> list[tarfile.TarInfo]:
-    """An entry that lets the root folder's owner write to it. Podman's images leave that to a capability."""
-    mode = engine.stat(container, "/").mode
-    return [] if mode & stat.S_IWUSR else [_entry(".", tarfile.DIRTYPE, mode | stat.S_IWUSR, owner)]
-
-
-def _exists(engine: Engine, container: str, path: str) -> bool:
+def exists(engine: Engine, container: str, path: str) -> bool:
     try:
         engine.stat(container, path)
     except NotThere:

@@ -63,6 +63,7 @@ class Images:
     Args:
         create: creates a container of a layer, for an image, of a kind; returns its id.
         labels: of what is made.
+        name: a new name for an image.
         user: numeric ids that trees are given to.
         most: layers of an image.
     """
@@ -72,10 +73,12 @@ class Images:
         engine: Engine,
         create: Callable[[Layer, Image, str], str],
         labels: Labels,
+        name: Callable[[], str],
         user: tuple[int, int],
         most: int,
     ) -> None:
-        self._engine, self._create, self._labels, self._user, self._most = engine, create, labels, user, most
+        self._engine, self._create, self._labels, self._name = engine, create, labels, name
+        self._user, self._most = user, most
         self._lock = threading.Lock()
         self._preparing: dict[str, threading.Lock] = {}
         self._prepared: dict[str, Layer] = {}
@@ -106,8 +109,7 @@ class Images:
                 layer = Layer(self._engine, base, made=True)
                 container = self._create(layer, Image(base.id, workdir="/"), "preparing")
             folders = [image.workdir, *image.trees, *(k for k, v in image.binds.items() if Path(v).is_dir())]
-            extra = files.root(self._engine, container, self._user)
-            extra += files.folders(self._engine, container, folders, self._user)
+            extra = files.folders(self._engine, container, folders, self._user)
             tar, digest = files.pack(image.trees, self._user, extra)
             with tar:
                 if not extra and not image.trees and not loaded:
@@ -123,7 +125,7 @@ class Images:
                 return self._prepared[found]
         self._engine.put(container, "/", tar)
         more = {"branchpoint.content": digest} | ({LOADED: loaded} if loaded else {})
-        made = self._engine.commit(container, self._labels("prepared", **more))
+        made = self._engine.commit(container, self._labels("prepared", **more), self._name())
         filled = Layer(self._engine, self._engine.base(made), made=True, parent=layer)
         with self._lock:
             self._prepared[found] = filled
@@ -161,16 +163,18 @@ class Images:
             return self._import(iter(lambda: stream.read(1 << 20), b""), ()), ""
 
     def _import(self, stream: Any, environment: tuple[str, ...]) -> Base:
-        return self._engine.base(self._engine.import_(stream, self._labels("prepared"), environment))
+        return self._engine.base(self._engine.import_(stream, self._labels("prepared"), self._name(), environment))
 
     def freeze(self, before: Layer, container: str) -> Layer:
         """A layer with the files as of now of a container that ran on ``before``, held by the caller."""
         if before.layers < self._most:
-            made = self._engine.commit(container, self._labels("snapshot"))
+            made = self._engine.commit(container, self._labels("snapshot"), self._name())
             parent = before
         else:
             environment = tuple(f"{k}={v}" for k, v in before.environment.items())
-            made = self._engine.import_(self._engine.export(container), self._labels("snapshot"), environment)
+            made = self._engine.import_(
+                self._engine.export(container), self._labels("snapshot"), self._name(), environment
+            )
             parent = None
         return Layer(self._engine, self._engine.base(made), made=True, parent=parent, origin=before.origin)
 

@@ -32,6 +32,7 @@ _STUCK = 500
 # Read and glob builtins only, since a fork may be impossible. A process counts as living unless it is a zombie.
 _FIRST = rf"""
 exec {CONTROL}>&2 2>/dev/null {CONTROL + 2}<> <(:)
+[[ -w / ]] || chmod u+w /  # Podman leaves that to a capability
 alive() {{
     n=0
     for p in /proc/[0-9]*; do

@@ -14,24 +14,21 @@ import atexit
 import itertools
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from branchpoint.sandbox import _container_files as files
 from branchpoint.sandbox import _container_link as link
 from branchpoint.sandbox import _container_owner as owner
-from branchpoint.sandbox import _shell_state
-from branchpoint.sandbox._container_engine import PAUSE, TRIES, Engine, EngineError, NotThere, Spec, address
+from branchpoint.sandbox._container_engine import Engine, EngineError, Spec, address
 from branchpoint.sandbox._container_layers import Images, Layer
-from branchpoint.sandbox.machine import Change, Image, MachineSandbox, Ran
+from branchpoint.sandbox._container_machine import ContainerMachine
+from branchpoint.sandbox.machine import Image, MachineSandbox
 from branchpoint.world import SandboxFailure, UserError
 
-_SIGKILLED = 137
 _MOST_LAYERS = 100  # engines and kernels stop at 125 to 500; deeper chains are slower, too
 
 
@@ -94,7 +91,7 @@ class ContainerMachines:
         self.unenforced: tuple[str, ...] = unenforced
         self._ids = itertools.count(1)
         self._lock = threading.RLock()
-        self.images = Images(self.engine, self._create, self.labels, self.owner_ids, layers)
+        self.images = Images(self.engine, self._create, self.labels, self._name, self.owner_ids, layers)
         self._live: weakref.WeakSet[ContainerMachine] = weakref.WeakSet()
         self._closed = False
         with suppress(EngineError):  # another one may be removing the same
@@ -135,6 +132,9 @@ class ContainerMachines:
     def number(self) -> int:
         return next(self._ids)
 
+    def _name(self) -> str:
+        return f"branchpoint-{self.session}:{self.number()}"
+
     def _create(self, layer: Layer, image: Image, kind: str) -> str:
         limits = self.limits
         spec = Spec(
@@ -173,8 +173,11 @@ class ContainerMachines:
                 machine.close()
         try:
             owner.sweep(self.engine, {owner.SESSION: self.session}, only_dead=False)
+            left = self.engine.containers({owner.SESSION: self.session})
         finally:
             self.engine.close()
+        if left:
+            raise EngineError(f"{len(left)} containers could not be removed; branchpoint reap tries again")
 
 
 def _close_at_exit(machines: weakref.ref[ContainerMachines]) -> None:
@@ -182,184 +185,6 @@ def _close_at_exit(machines: weakref.ref[ContainerMachines]) -> None:
     if found is not None:
         with suppress(Exception):  # the interpreter is ending; the next start removes what is left
             found.close()
-
-
-@dataclass(slots=True, eq=False)
-class ContainerFrozen:
-    """A frozen machine. Thawed by a container of its layer, in its state of the shell."""
-
-    machines: ContainerMachines
-    layer: Layer
-    image: Image
-    state: bytes
-    id: str
-    digest: str = ""
-    _gone: bool = field(default=False, init=False)
-
-    def thaw(self) -> ContainerMachine:
-        """A machine that goes on from here. Raises SandboxFailure after ``discard``."""
-        if self._gone:
-            raise SandboxFailure(f"frozen machine {self.id} was discarded")
-        return self.machines.run(self.layer, self.image, self.state)
-
-    def discard(self) -> None:
-        """Removes the image, once no machine and no later image is built on it. Safe to repeat."""
-        if not self._gone:
-            self._gone = True
-            self.layer.release()
-
-
-class ContainerMachine:
-    """A live container (``Machine`` of :mod:`branchpoint.sandbox.machine`)."""
-
-    def __init__(self, machines: ContainerMachines, layer: Layer, image: Image, container: str, state: bytes) -> None:
-        self.layer, self.image, self.container = layer, image, container
-        self._machines, self._engine = machines, machines.engine
-        self._state = state
-        self._link: link.Link | None = None
-        self._lock = threading.RLock()  # one call at a time; close does not wait for it
-        self._ending = threading.Lock()
-        self._closed = False
-        self._pristine: frozenset[tuple[str, int]] = frozenset()
-        self._touched = False
-
-    def begin(self) -> None:
-        """Starts the container."""
-        self._start()
-        self._pristine = self._engine.diff(self.container)
-
-    def _start(self) -> None:
-        try:
-            self._engine.start(self.container)
-        except EngineError as error:
-            if '"bash"' in str(error):
-                raise UserError(f"image.base: {self.image.base} has no bash, which runs the commands") from error
-            raise
-        self._link = link.Link(self._engine.attach(self.container))
-
-    def run(self, command: str, *, seconds: float | None = None, stdin: bytes = b"") -> Ran:
-        """Runs a bash command line, see :class:`~branchpoint.sandbox.machine.Machine`.
-
-        When the time is over the container is killed and started again on the same files; the shell is then as before
-        the command, and what lay in ``/dev/shm`` is gone.
-        """
-        limits = self._machines.limits
-        if "\0" in command:
-            return Ran("bash: a command cannot hold a NUL character\n", 2)
-        with self._lock:
-            self._open()
-            self._touched = True
-            try:
-                reply = self._joined().call(
-                    command, self._state, stdin,
-                    seconds=limits.seconds if seconds is None else seconds, limit=limits.output_bytes,
-                )  # fmt: skip
-            except link.Expired as late:
-                self._restart()
-                return Ran(
-                    late.output.decode(errors="replace"), _SIGKILLED, timed_out=True, omitted=late.omitted,
-                    notes=("the shell is as before the command",),
-                )  # fmt: skip
-            except link.Lost:
-                self._open()  # a closed machine says so
-                self._restart()
-                return Ran("", _SIGKILLED, notes=("the machine broke down and was started again on the same files",))
-            return self._told(reply)
-
-    def _told(self, reply: link.Reply) -> Ran:
-        state, notes = _shell_state.parse(reply.dump, reply.mark)
-        if state is not None:
-            self._state = state
-        if reply.oom:
-            notes += (f"the memory limit ({self._machines.limits.memory_bytes} bytes) killed {reply.oom} processes",)
-        if reply.full:
-            notes += (f"the limit of {self._machines.limits.processes} processes was hit",)
-        if reply.stuck:
-            self._restart()
-        return Ran(reply.output.decode(errors="replace"), reply.code, False, reply.omitted, reply.left, notes)
-
-    def _joined(self) -> link.Link:
-        if self._link is None:
-            self._restart()
-        assert self._link is not None
-        return self._link
-
-    def _restart(self) -> None:
-        """Kills all processes, and starts the container again on the files that it has."""
-        with suppress(EngineError):  # it does not run any more
-            self._engine.kill(self.container)
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-        for turn in itertools.count():
-            self._open()
-            try:
-                return self._start()
-            except EngineError:
-                if turn == TRIES:
-                    raise
-                time.sleep(PAUSE)  # the engine has not noticed the end yet
-
-    def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
-        """The content of a regular file, see :class:`~branchpoint.sandbox.machine.Machine`."""
-        with self._lock:
-            self._open()
-            return files.read(self._engine, self.container, files.absolute(path, self.image.workdir), limit)
-
-    def write(self, path: str, data: bytes) -> None:
-        """Writes a file, see :class:`~branchpoint.sandbox.machine.Machine`."""
-        with self._lock:
-            self._open()
-            self._touched = True
-            place = files.absolute(path, self.image.workdir)
-            files.write(self._engine, self.container, place, data, self._machines.owner_ids)
-
-    def changes(self, under: str) -> Mapping[str, Change]:
-        """What differs from the image below a folder, see :class:`~branchpoint.sandbox.machine.Machine`."""
-        under = files.absolute(under, self.image.workdir)
-        with self._lock:
-            self._open()
-            before = self._machines.images.original(self.layer, self.image, under)
-            try:
-                found = self._engine.stat(self.container, under)
-            except NotThere:
-                gone = {under: Change("deleted")} if before else {}
-                return gone | {path: Change("deleted") for path in before}
-            if found.kind != "directory":
-                data = self.read(under, limit=files.COMPARED) if found.kind == "file" else None
-                return {under: Change(found.kind, data, found.mode)} | {path: Change("deleted") for path in before}
-            with files.spool(self._engine.get(self.container, under), files.COMPARED) as stream:
-                return files.changes(stream, under, before)
-
-    def freeze(self) -> ContainerFrozen:
-        """The files and the shell as of now. No image is made where no file has changed since the machine started."""
-        with self._lock:
-            self._open()
-            changed = self._touched and (self._pristine or self._engine.diff(self.container) != self._pristine)
-            if changed:
-                layer = self._machines.images.freeze(self.layer, self.container)
-            else:
-                layer = self.layer
-                layer.hold()
-            number = self._machines.number()
-            return ContainerFrozen(self._machines, layer, self.image, self._state, f"container-{number}")
-
-    def close(self) -> None:
-        """Removes the container. Safe to repeat, and from another thread while a command runs."""
-        with self._ending:
-            if self._closed:
-                return
-            self._closed = True
-            try:
-                self._engine.remove(self.container)  # which ends a command that another thread waits for
-            finally:
-                if self._link is not None:
-                    self._link.close()
-                self.layer.release()
-
-    def _open(self) -> None:
-        if self._closed:
-            raise SandboxFailure("the machine is closed")
 
 
 class Container(MachineSandbox):
