@@ -24,6 +24,21 @@ if ((${#missing[@]})); then
     fi
 fi
 
+# The tests of containers run on Podman, with runc since crun refuses control groups of two versions side by side.
+missing=()
+command -v podman >/dev/null || missing+=(podman)
+command -v runc >/dev/null || missing+=(runc)
+if ((${#missing[@]})); then
+    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] &&
+        echo "setup: installing system packages (apt-get install ${missing[*]}): the tests of containers run on them" &&
+        apt-get update -qq &&
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null; then
+        :
+    else
+        echo "setup: no ${missing[*]}; the tests of containers will be skipped (sudo apt-get install ${missing[*]})"
+    fi
+fi
+
 if [ ! -x "$VENV/bin/python" ]; then
     echo "setup: creating $VENV"
     "$PYTHON" -m venv "$VENV" || {
@@ -35,7 +50,7 @@ pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 echo "setup: installing the tested packages from constraints.txt (a few minutes the first time)"
 # torch first and pinned: an open range would take a CUDA build of several GB on some indexes.
 pip install -c constraints.txt torch
-pip install -c constraints.txt -e '.[train,lora,gguf,grammar,alfworld,gym,minigrid,bfcl,webshop,scienceworld,textworld-express,dev]'
+pip install -c constraints.txt -e '.[train,lora,gguf,grammar,alfworld,gym,minigrid,bfcl,webshop,scienceworld,textworld-express,container,dev]'
 # Its many requirements (numpy 1.26, vLLM clients, ...) are not needed for the simulators.
 pip install --no-deps bfcl-eval==2026.3.23
 echo "setup: done"

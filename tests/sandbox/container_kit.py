@@ -99,7 +99,7 @@ def _podman(folder: Path) -> Iterator[str]:
     socket = f"unix://{folder}/podman.sock"
     with (folder / "log").open("wb") as log:
         service = subprocess.Popen(
-            [*podman, "system", "service", "--time=0", socket], env=environment, stdout=log, stderr=log
+            [*podman, "system", "service", "--time=0", socket], cwd=folder, env=environment, stdout=log, stderr=log
         )
         try:
             why = "not asked"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from branchpoint import env as envs
-from branchpoint.config import Chat, ConfigError, EnvSpec, RunConfig, Sampling
+from branchpoint.config import Chat, ConfigError, Container, EnvSpec, RunConfig, Sampling
 from branchpoint.learner import Learner
 from branchpoint.ledger import Ledger
 from branchpoint.policy import chat, models, small
@@ -194,7 +194,30 @@ def sandbox(config: RunConfig, say: Say) -> Sandbox:
             unforkable=chosen.unforkable,
             say=say,
         )
+    if chosen.kind == "container":
+        return _container(chosen, say)
     return InProcess() if chosen.kind == "state" else Replay()
+
+
+def _container(chosen: Container, say: Say) -> Sandbox:
+    from branchpoint.sandbox import container
+
+    made = container.Container(
+        chosen.socket,
+        limits=container.Limits(
+            seconds=chosen.seconds,
+            output_bytes=chosen.output_kb << 10,
+            memory_bytes=chosen.memory_mb << 20,
+            processes=chosen.processes,
+            cpus=chosen.cpus,
+            disk_bytes=chosen.disk_mb << 20,
+            file_bytes=chosen.file_mb << 20,
+        ),
+        capabilities=chosen.capabilities,
+    )
+    for limit in made.machines.unenforced:
+        say(f"sandbox: not enforced here: {limit}")
+    return made
 
 
 def _reference(config: RunConfig, folder: RunFolder, parts: Words) -> Any:

@@ -50,12 +50,18 @@ def _env(name: str) -> Any:
 
 
 def _sandbox(name: str) -> Any:
+    from branchpoint.sandbox.container import Container
     from branchpoint.sandbox.forkserver import ForkServer
     from branchpoint.sandbox.inprocess import InProcess
     from branchpoint.sandbox.replay import Replay
     from branchpoint.testing import check_sandbox
 
-    builtin: dict[str, Callable[[], Any]] = {"process": ForkServer, "state": InProcess, "replay": Replay}
+    builtin: dict[str, Callable[[], Any]] = {
+        "process": ForkServer,
+        "state": InProcess,
+        "replay": Replay,
+        "container": Container,
+    }
     factory: Any = builtin.get(name) or (envs.make(name) if ":" in name else None)
     if factory is None:
         raise ConfigError(f"check sandbox: no {name!r}; known: {', '.join(builtin)}, or module:attribute")

@@ -102,13 +102,14 @@ class Images:
         layer = Layer(self._engine, base, made=False)
         container = self._create(layer, Image(base.id, workdir="/"), "preparing")
         try:
-            if base.volumes:  # what lies in a volume is in no commit: an image without them takes its place
+            volumes = base.volumes
+            if volumes:  # what lies in a volume is in no commit: an image without them takes its place
                 stream = self._engine.export(container)
                 base = self._import(stream, base.environment)
                 self._engine.remove(container)
                 layer = Layer(self._engine, base, made=True)
                 container = self._create(layer, Image(base.id, workdir="/"), "preparing")
-            folders = [image.workdir, *image.trees, *(k for k, v in image.binds.items() if Path(v).is_dir())]
+            folders = [*volumes, image.workdir, *image.trees, *(k for k, v in image.binds.items() if Path(v).is_dir())]
             extra = files.folders(self._engine, container, folders, self._user)
             tar, digest = files.pack(image.trees, self._user, extra)
             with tar:
