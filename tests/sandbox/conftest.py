@@ -33,6 +33,16 @@ def container_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return container_kit.rootfs(tmp_path_factory.mktemp("rootfs") / "root.tar")
 
 
+@pytest.fixture(scope="session")
+def container_base(container_engine: str, container_root: Path) -> str:
+    """The id of an image with that root file system, which the engine keeps to its end."""
+    engine = Engine(container_engine, 60.0)
+    with container_root.open("rb") as stream:
+        made = engine.import_(iter(lambda: stream.read(1 << 20), b""), {}, "bp-test-base:1")
+    engine.close()
+    return made
+
+
 @pytest.fixture(scope="module")
 def containers(container_engine: str) -> Iterator[ContainerMachines]:
     """One back-end for a module. It leaves nothing behind."""

@@ -37,11 +37,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def image(container_root: Path, tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
+def image(container_base: str, tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Image:
     bound = tmp_path_factory.mktemp("bound")
     (bound / "f").write_text("bound\n")
     return Image(
-        str(container_root),
+        container_base,
         trees={"/repo": tree},
         binds={"/mnt/ro": bound},
         environment={"GREETING": "hello"},
@@ -250,6 +250,8 @@ def test_limits_hold_and_are_told(container_engine: str, image: Image) -> None:
             assert "40\n" in held.output  # in place before it is tried
             ran = machine.run("for i in {1..100}; do sleep 0.5 & done; wait")
             assert any("limit of 40 processes" in note for note in ran.notes)
+            bomb = machine.run("bomb() { bomb | bomb & }; bomb; sleep 0.3")
+            assert bomb.left > 5
             assert machine.run("for i in {1..30}; do sleep 0.01 & done; wait; echo fine").output == "fine\n"
         if "memory_bytes" not in str(machines.unenforced):
             assert f"{32 << 20}\n" in held.output
@@ -396,9 +398,9 @@ def test_a_machine_whose_container_dies_goes_on_from_its_files(start: Callable[[
     ],
 )
 def test_what_cannot_be_had_is_told_in_one_line(
-    containers: ContainerMachines, container_root: Path, change: dict[str, object], match: str
+    containers: ContainerMachines, container_base: str, change: dict[str, object], match: str
 ) -> None:
-    fields: dict[str, object] = {"base": str(container_root)} | change
+    fields: dict[str, object] = {"base": container_base} | change
     with pytest.raises(UserError, match=match) as caught:
         containers.start(Image(**fields))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)

@@ -126,10 +126,10 @@ branch.run("sleep 600", seconds=600)
 """
 
 
-def test_what_a_killed_trainer_left_is_removed(container_engine: str, container_root: Path, eye: Engine) -> None:
+def test_what_a_killed_trainer_left_is_removed(container_engine: str, container_base: str, eye: Engine) -> None:
     def trainer() -> tuple[subprocess.Popen[str], str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", TRAINER, container_engine, str(container_root)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", TRAINER, container_engine, container_base], stdout=subprocess.PIPE, text=True
         )
         assert process.stdout is not None
         return process, process.stdout.readline().strip()
@@ -228,14 +228,14 @@ class Notebook:
         pass
 
 
-def test_the_sandbox_passes_the_suite_and_branches_worlds(container_engine: str, container_root: Path) -> None:
+def test_the_sandbox_passes_the_suite_and_branches_worlds(container_engine: str, container_base: str) -> None:
     async def suite() -> None:
         (await check_sandbox(lambda: Container(container_engine))).assert_ok()
 
     async def branches() -> None:
         sandbox = Container(container_engine, limits=Limits(memory_bytes=256 << 20))
         try:
-            env = await sandbox.open(Notebook, Task("t", "", metadata={"base": str(container_root)}), Noise(1, 2))
+            env = await sandbox.open(Notebook, Task("t", "", metadata={"base": container_base}), Noise(1, 2))
             await env.reset()
             assert (await env.step("x=5; echo one >file")).observation == "1: "
             snapshot = await env.snapshot()
@@ -255,7 +255,7 @@ def test_the_sandbox_passes_the_suite_and_branches_worlds(container_engine: str,
     run(branches, 60)
 
 
-def test_the_config_makes_the_sandbox(container_engine: str, container_root: Path) -> None:
+def test_the_config_makes_the_sandbox(container_engine: str, container_base: str) -> None:
     pytest.importorskip("torch")
     from branchpoint.command import build
     from branchpoint.config import ConfigError, parse
@@ -266,7 +266,7 @@ def test_the_config_makes_the_sandbox(container_engine: str, container_root: Pat
     sandbox: Any = build.sandbox(config, told.append)
     try:
         assert told == [f"sandbox: not enforced here: {u}" for u in sandbox.machines.unenforced]
-        machine = sandbox.machines.start(Image(str(container_root)))
+        machine = sandbox.machines.start(Image(container_base))
         assert len(machine.run("head -c 5000 /dev/zero").output) == 1024
         assert sandbox.machines.engine._client().inspect_container(machine.container)["HostConfig"]["PidsLimit"] == 33
     finally:

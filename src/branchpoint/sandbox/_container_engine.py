@@ -197,7 +197,7 @@ class Engine:
     def images(self, labels: Mapping[str, str]) -> list[dict[str, Any]]:
         """All images with these labels, with their ``Id``, ``ParentId``, ``Labels`` and ``Created``."""
         with self._call("listing images") as client:
-            return client.images(all=True, filters={"label": _filters(labels)})
+            return client.images(all=True, filters=_filters(labels))
 
     def remove_image(self, image: str) -> None:
         """Removes an image but not its parents. Raises EngineError while something still uses it."""
@@ -270,7 +270,7 @@ class Engine:
     def containers(self, labels: Mapping[str, str]) -> list[dict[str, Any]]:
         """All containers with these labels, running or not, with their ``Id`` and ``Labels``."""
         with self._call("listing containers") as client:
-            return client.containers(all=True, filters={"label": _filters(labels)})
+            return client.containers(all=True, filters=_filters(labels))
 
     def diff(self, container: str) -> frozenset[tuple[str, int]]:
         """The paths at which a container differs from its image, each with the kind of change."""
@@ -328,8 +328,8 @@ def _errors() -> tuple[type[Exception], ...]:
     return _sdk().errors.DockerException, requests.exceptions.RequestException, OSError
 
 
-def _filters(labels: Mapping[str, str]) -> list[str]:
-    return [f"{k}={v}" if v else k for k, v in labels.items()]
+def _filters(labels: Mapping[str, str]) -> dict[str, list[str]]:
+    return {"label": [f"{k}={v}" if v else k for k, v in labels.items()]} if labels else {}
 
 
 def _env(entry: str) -> str:
