@@ -95,6 +95,7 @@ class Engine:
 
     def __init__(self, place: str | None, seconds: float) -> None:
         self.place, self.seconds = address(place), seconds
+        self._version = "auto"
         self._mine = threading.local()
         self._clients: list[Any] = []
         self._lock = threading.Lock()
@@ -111,8 +112,9 @@ class Engine:
         if client is None:
             docker = _sdk()
             settings: dict[str, Any] = docker.utils.kwargs_from_env() if self.place.startswith("tcp") else {}
-            settings |= {"base_url": self.place, "version": "auto", "timeout": self.seconds}
+            settings |= {"base_url": self.place, "version": self._version, "timeout": self.seconds}
             client = self._mine.client = docker.APIClient(**settings)
+            self._version = client.api_version  # asked for once, since Podman takes half a second to tell
             with self._lock:
                 self._clients.append(client)
         return client
