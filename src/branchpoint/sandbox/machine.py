@@ -46,8 +46,8 @@ class Ran:
 
     ``output``: standard output and error as they were written, undecodable bytes replaced, cut in the middle beyond the
     limit (``omitted`` bytes are missing there). ``code``: the exit status, 128 + n for signal n. ``timed_out``: the
-    time was over and the whole tree of processes was killed. ``left``: how many processes the command left running; they
-    were killed. ``notes``: what else there is to know (a limit that was hit, a shell state that was lost).
+    time was over and the whole tree of processes was killed. ``left``: how many processes the command left running;
+    they were killed. ``notes``: what else there is to know (a limit that was hit, a shell state that was lost).
     """
 
     output: str
@@ -80,7 +80,7 @@ class Machine(Protocol):
         ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Writes a file, with its folders; links are followed inside only. Raises OSError where that is not possible."""
+        """Writes a file, with its folders; links are followed inside only. Raises OSError where that cannot be."""
         ...
 
     def changes(self, under: str) -> Mapping[str, Change]:
@@ -120,8 +120,8 @@ class Machines(Protocol):
 class MachineWorld(World, Protocol):
     """A world that acts through a machine. ``get_state`` and ``set_state`` cover the Python side alone.
 
-    Optional: ``spare(start)``, called before ``attach`` with what starts a further machine of an image, e.g. to grade in;
-    the world closes each before its step returns.
+    Optional: ``spare(start)``, called before ``attach`` with what starts a further machine of an image, e.g. to grade
+    in; the world closes each before its step returns.
     """
 
     image: Image
