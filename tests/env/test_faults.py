@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from branchpoint import env as envs
-from branchpoint.env import backoffice, faults
+from branchpoint.env import alfworld, backoffice, faults, webshop
 from branchpoint.env.backoffice.calls import TOOLS, call
 from branchpoint.env.faults import Event, Faults, Faulty, FaultyState, json_calls, wrap
 from branchpoint.noise import Noise
@@ -383,3 +384,45 @@ def test_what_cannot_be_had_is_said_in_a_line(dials: dict[str, Any], word: str) 
 def test_a_task_from_elsewhere_is_refused() -> None:
     with pytest.raises(EnvironmentFailure, match=r"faults\.tasks"):
         faults.make(Task("t", "faults"))
+
+
+def test_a_search_is_one_event_and_a_click_is_one_of_what_is_clicked() -> None:
+    rule = webshop.event_of
+    assert rule("search[red shoes]") == rule("search[<r>]") == Event("search")
+    assert rule("click[B07XYZ]") == rule("click[b07xyz]") == Event("click", ("b07xyz",))
+    assert rule("click[buy now]") != rule("click[b07xyz]")
+    for nothing in ("", "search", "think[red]", "[search]", "buy now"):
+        assert rule(nothing) is None
+
+
+@pytest.mark.parametrize(
+    ("full", "compact", "event"),
+    [
+        ("go to desk 1", "go to * desk_1", Event("go", ("desk_1",))),
+        ("take mug 2 from desk 1", "take * mug_2 from * desk_1", Event("take", ("mug_2", "desk_1"))),
+        ("move mug 2 to shelf 3", "move mug_2 to shelf_3", Event("move", ("mug_2", "shelf_3"))),
+        ("heat egg 1 with microwave 1", "heat egg_1 with microwave_1", Event("heat", ("egg_1", "microwave_1"))),
+        ("look", "look", Event("look", reads=True)),
+        ("examine mug 2", "examine mug_2", Event("examine", ("mug_2",), reads=True)),
+    ],
+)
+def test_the_event_of_a_household_command_is_its_verb_and_things(full: str, compact: str, event: Event) -> None:
+    assert alfworld.event_of(full) == alfworld.event_of(compact) == event
+
+
+def test_what_is_no_household_command_has_no_event() -> None:
+    assert not any(map(alfworld.event_of, ("", "take mug", "go to desk 1 now", "please look", "take mug 1 from desk")))
+
+
+@pytest.mark.parametrize(("env", "dials"), [("webshop", {}), ("alfworld", {"style": "compact"})])
+def test_every_listed_action_of_shop_and_house_has_an_event(env: str, dials: dict[str, Any]) -> None:
+    pytest.importorskip({"webshop": "bm25s", "alfworld": "alfworld"}[env])
+    inner = envs.tasks(env, "test" if env == "webshop" else "valid_seen", 1, **dials)[0]
+    world, luck = envs.make(env)(inner), random.Random(0)
+    step = world.reset()
+    for _ in range(12):
+        assert all(envs.event_of(env)(action) for action in step.actions), step.actions
+        if step.done or step.truncated:
+            break
+        step = world.step(luck.choice(step.actions))
+    world.close()

@@ -15,6 +15,7 @@ Dials (``Task.metadata``, set by :func:`tasks`):
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +27,19 @@ from branchpoint.env import _alfworld_engine as engine
 from branchpoint.env import _alfworld_text as text
 from branchpoint.env._alfworld_expert import Expert, Explorer, Order, PlanPlayer
 from branchpoint.env._alfworld_plan import shortest_plan
+from branchpoint.env.faults import Event
 from branchpoint.noise import Noise
 from branchpoint.world import EnvironmentFailure, Message, Step, Task
 
 Style = Literal["full", "compact"]
 Kind = Literal["explorer", "planner"]
 SPLITS, TASK_TYPES = data.SPLITS, data.TASK_TYPES
+
+_THING = r"([a-z]+[ _][0-9]+)"
+_COMMAND = re.compile(
+    rf"(look|inventory|help)|(go) to {_THING}|(open|close|use|examine) {_THING}|(take) {_THING} from {_THING}"
+    rf"|(move) {_THING} to {_THING}|(clean|heat|cool|slice) {_THING} with {_THING}"
+)
 
 RULES = (
     "You are in a house. Reach the goal by acting on what you see. Reply with one command a turn, e.g. 'go to desk 1', "
@@ -181,6 +189,16 @@ def _prompt(metadata: Mapping[str, Any]) -> tuple[Message, ...]:
 def _plan(dials: Dials) -> tuple[str, ...]:
     row = data.game(dials.game)
     return shortest_plan(engine.Game(row["pddl_problem"], ""), text.Goal.of(row["task_type"], row["pddl_params"]))
+
+
+def event_of(action: str) -> Event | None:
+    """The key rule for :mod:`branchpoint.env.faults`: the verb and the things of a well-formed command, whether they
+    are there or not; None for other text. Marks make no difference."""
+    match = _COMMAND.fullmatch(text.unmarked(action))
+    if match is None:
+        return None
+    verb, *things = (part.replace(" ", "_") for part in match.groups() if part)
+    return Event(verb, tuple(things), verb in {"look", "inventory", "help", "examine"})
 
 
 def expert(task: Task, kind: Kind = "explorer", *, order: Order = "frequency") -> Expert:

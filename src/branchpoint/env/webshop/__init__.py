@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from branchpoint.env.faults import Event
 from branchpoint.env.webshop import goals as _goals
 from branchpoint.env.webshop import reward as _reward
 from branchpoint.env.webshop import search as _search
@@ -17,11 +18,11 @@ from branchpoint.env.webshop.dials import Dials, Queries, Reward, Style
 from branchpoint.env.webshop.expert import Expert
 from branchpoint.env.webshop.goals import SPLITS, Layout, Source
 from branchpoint.env.webshop.reward import Rule
-from branchpoint.env.webshop.world import WebShop
+from branchpoint.env.webshop.world import WebShop, parse
 from branchpoint.noise import Noise
 from branchpoint.world import Message, Task
 
-__all__ = ["SPLITS", "Dials", "Expert", "WebShop", "expert", "human_texts", "make", "preload", "tasks"]
+__all__ = ["SPLITS", "Dials", "Expert", "WebShop", "event_of", "expert", "human_texts", "make", "preload", "tasks"]
 
 RULES = (
     "You shop in a web store. Buy the product that the instruction asks for, with the options it names and within its "
@@ -33,6 +34,15 @@ RULES = (
 def make(task: Task) -> WebShop:
     """The world of a task. Raises EnvironmentFailure for a bad dial, ImportError when the extra is not installed."""
     return WebShop(task)
+
+
+def event_of(action: str) -> Event | None:
+    """The key rule for :mod:`branchpoint.env.faults`: any search is one event, since its words are free text; a click
+    is an event of what is clicked; None for other text. None is a read: each changes the page."""
+    name, argument = parse(action)
+    if name == "search":
+        return Event("search")
+    return Event("click", (argument,)) if name == "click" else None
 
 
 def tasks(
