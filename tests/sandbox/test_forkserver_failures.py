@@ -250,9 +250,30 @@ def test_closing_ends_what_the_environment_started(server: ForkServer) -> None:
         pid = int((await env.step("spawn")).observation)
         assert alive(pid)
         await env.close()
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while alive(pid):
                 await anyio.sleep(0.01)
+
+    run(test)
+
+
+def test_an_environment_that_dies_takes_what_it_started_with_it(server: ForkServer) -> None:
+    """By then its parent has waited for it: the trainer can no longer name its process group."""
+
+    async def test() -> None:
+        env = await started(server)
+        snapshot = await env.snapshot()
+        branch = await snapshot.restore(NOISE)
+        for each in (env, branch):
+            pid = int((await each.step("spawn")).observation)
+            with pytest.raises(SandboxFailure, match="signal 11"):
+                await each.step("segfault")
+            with anyio.fail_after(30):
+                while alive(pid):
+                    await anyio.sleep(0.01)
+        good = await snapshot.restore(NOISE)
+        assert (await good.step("ping")).observation == "pong"
+        await good.close()
 
     run(test)
 

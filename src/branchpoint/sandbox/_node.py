@@ -28,6 +28,7 @@ from branchpoint.world import BranchFailure, EnvironmentFailure, SandboxFailure,
 _BLOCK = 4096  # bytes to ask for when the size of a message is not known yet
 _FDS = struct.Struct("i")
 _FD_SPACE = socket.CMSG_SPACE(_FDS.size)
+_DEAD = os.WEXITED | os.WNOHANG | os.WNOWAIT  # look for one that has died, and leave it a zombie
 
 
 class Reaper:
@@ -48,35 +49,37 @@ class Reaper:
         self.reap()
 
     def reap(self) -> None:
-        if self.all:
-            while self._wait(-1):
-                pass
-            return
         try:
             # One call finds the dead one, except when a dead child of the environment stands before it.
-            while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if dead.si_pid not in self.children:
-                    for pid in tuple(self.children):
-                        self._wait(pid)
-                    return
-                self._wait(dead.si_pid)
+            while dead := os.waitid(os.P_ALL, 0, _DEAD):
+                if self.all or dead.si_pid in self.children:
+                    self._bury(dead.si_pid)
+                    continue
+                for pid in tuple(self.children):
+                    self._look(pid)
+                return
         except ChildProcessError:
             self.children.clear()
 
-    def _wait(self, pid: int) -> bool:
+    def _look(self, pid: int) -> None:
         try:
-            pid, status = os.waitpid(pid, os.WNOHANG)
+            if os.waitid(os.P_PID, pid, _DEAD):
+                self._bury(pid)
         except ChildProcessError:
             self.children.discard(pid)
-            return False
-        if pid == 0:
-            return False
-        self.children.discard(pid)
+
+    def _bury(self, pid: int) -> None:
+        """Ends what a dead child has started, while its number still names its process group, and waits for it."""
         try:  # noqa: SIM105 (suppress touches more pages)
+            os.killpg(pid, signal.SIGKILL)
+        except OSError:
+            pass  # it led no group, or may not be signalled any more
+        pid, status = os.waitpid(pid, 0)
+        self.children.discard(pid)
+        try:  # noqa: SIM105
             os.write(self.pipe, b"%d %d\n" % (pid, status))
         except OSError:
             pass  # full, or the trainer is gone: only an explanation is lost
-        return True
 
 
 class Server:

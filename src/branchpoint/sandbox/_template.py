@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
@@ -13,10 +14,12 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from branchpoint.sandbox._worker import Worker, cause, started
+from branchpoint.sandbox._worker import Worker, cause, dying, started
 from branchpoint.world import BranchFailure, Make
 
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")}
+_WAIT_FOR_NEWS_S = 0.25
+_WAIT_FOR_BURIAL_S = 5.0
 HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
@@ -74,15 +77,22 @@ class Template:
         return worker
 
     async def explain(self, pid: int) -> str:
-        """Why a process died, as told by the one that waited for it, within a quarter of a second."""
-        for _ in range(50):
+        """Why a process died, as told by the one that waited for it. A zombie is still to be waited for, which a busy
+        machine may delay for seconds; beyond that, the news takes a quarter of a second at most."""
+        clock = asyncio.get_running_loop().time
+        last, patience = clock() + _WAIT_FOR_NEWS_S, clock() + _WAIT_FOR_BURIAL_S
+        while True:
             if self.process is not None and pid == self.process.pid and self.process.poll() is not None:
                 return f"the zygote ended with code {self.process.returncode}"
             status = self.bury(pid)
             if status is not None:
                 return cause(status)
+            now = clock()
+            if now < patience and dying(pid):
+                last = now + _WAIT_FOR_NEWS_S
+            elif now > last:
+                return "cause unknown (it closed its connection)"
             await anyio.sleep(0.005)
-        return "cause unknown (it closed its connection)"
 
     def bury(self, pid: int) -> int | None:
         """Reads the news of deaths, and returns and forgets the wait status of this one."""

@@ -13,12 +13,22 @@ from typing import Any
 from branchpoint.sandbox import _wire
 from branchpoint.world import SandboxFailure
 
+_EXITING = 0x4  # PF_EXITING of the kernel's flags of a process
 Explain = Callable[[int], Awaitable[str]]
 
 
 def started(pid: int) -> int:
     """When a process started, in clock ticks since boot: with the pid it names a process beyond doubt."""
     return int(_stat(pid)[19])
+
+
+def dying(pid: int) -> bool:
+    """Whether a process is on its way out, or dead and not yet waited for."""
+    try:
+        fields = _stat(pid)
+    except OSError:
+        return False
+    return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
 
 
 def _stat(pid: int) -> list[bytes]:
