@@ -38,48 +38,59 @@ limits: {turns: 6, action_tokens: 20, context_tokens: 768}
 training: {updates: 20, tasks: 2, eval_every: 7}
 """
 
-# Imports once, then runs each attempt in a forked child, so that an attempt costs no interpreter start. The parent
-# never computes with torch. Arguments: config, run folder, then delays in seconds. An attempt is killed after its
-# delay, or a little after its first checkpoint if that comes sooner: so a fast machine too leaves something to kill.
+# Imports once, then runs each attempt in a forked child, so that an attempt costs no imports. The parent never computes
+# with torch. Arguments: config, then for each run its folder and delays in seconds, with commas. An attempt is killed
+# after its delay, or a little after its first checkpoint if that comes sooner: so a fast machine too leaves something
+# to kill. The last attempt of a run goes on to its end.
 DRIVER = """
 import os, signal, sys, time
 from pathlib import Path
 from rich.console import Console
 from branchpoint.command.train import train
+from branchpoint.policy import hf, models, small
+import matplotlib.backends.backend_agg, matplotlib.figure
+import transformers.models.llama.modeling_llama
+transformers.PreTrainedTokenizerFast
 
 def saved(run):
     return max((p.name for p in (Path(run) / "checkpoints").glob("[0-9]*")), default="none")
 
-config, run, *delays = sys.argv[1:]
-for i, delay in enumerate([*delays, None]):
+def attempt(config, run, delay):
     pid = os.fork()
     if pid == 0:
         os.setsid()
         resume = (Path(run) / "config.yaml").exists()
         code = train(Path(config), [f"run={run}"], resume, False, Console(file=open(os.devnull, "w")))
         os._exit(code)
-    if delay is not None:
-        before, end = saved(run), time.monotonic() + float(delay)
-        while time.monotonic() < end and saved(run) == before:
-            time.sleep(0.005)
-        time.sleep(float(delay) * 0.03)  # into the update after the one just saved
-        if os.waitpid(pid, os.WNOHANG) != (0, 0):
-            sys.exit("the run ended before it was killed often enough: give it more updates")
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        print("killed", saved(run), flush=True)
-    else:
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    if delay is None:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return code and sys.exit(code)
+    before, end = saved(run), time.monotonic() + delay
+    while time.monotonic() < end and saved(run) == before:
+        time.sleep(0.005)
+    time.sleep(delay * 0.03)  # into the update after the one just saved
+    if os.waitpid(pid, os.WNOHANG) != (0, 0):
+        sys.exit("the run ended before it was killed often enough: give it more updates")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    print("killed", saved(run), flush=True)
+
+config, *runs = sys.argv[1:]
+for run in runs:
+    folder, *delays = run.split(",")
+    for delay in delays:
+        attempt(config, folder, float(delay))
+    attempt(config, folder, None)
 """
 
 
-def drive(folder: Path, run: str, delays: list[float]) -> list[str]:
+def drive(folder: Path, updates: int, runs: dict[str, list[float]]) -> list[str]:
     config = folder / "c.yaml"
-    config.write_text(CONFIG)
-    arguments = [sys.executable, "-c", DRIVER, str(config), str(folder / run), *map(str, delays)]
-    done = subprocess.run(
-        arguments, capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=folder
-    )
+    config.write_text(CONFIG.replace("updates: 20", f"updates: {updates}"))
+    told = [",".join(map(str, [folder / name, *delays])) for name, delays in runs.items()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", DRIVER, str(config), *told]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout
     return done.stdout.splitlines()
 
@@ -89,12 +100,18 @@ def result(run: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in files}
 
 
-def test_killed_at_ten_moments_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
-    drive(tmp_path, "whole", [])
-    # The delays walk through the start, the warm start, generation, learning and saving.
-    delays = [0.4, 1.1, 1.6, 2.2, 0.7, 2.9, 1.9, 3.1, 2.5, 3.7, 1.3]
-    killed = drive(tmp_path, "broken", delays)
-    assert sum(line.startswith("killed") for line in killed) >= 10
+MOMENTS = {
+    "four": (8, [0.4, 1.6, 2.2, 1.1]),
+    "ten": (20, [0.4, 1.1, 1.6, 2.2, 0.7, 2.9, 1.9, 3.1, 2.5, 3.7, 1.3]),
+}
+"""Updates of the run, and delays that walk through the start, the warm start, generation, learning and saving."""
+
+
+@pytest.mark.parametrize("moments", ["four", pytest.param("ten", marks=pytest.mark.slow)])
+def test_killed_at_many_moments_and_resumed_gives_the_same_bytes(tmp_path: Path, moments: str) -> None:
+    updates, delays = MOMENTS[moments]
+    killed = drive(tmp_path, updates, {"whole": [], "broken": delays})
+    assert sum(line.startswith("killed") for line in killed) == len(delays)
     whole, broken = result(tmp_path / "whole"), result(tmp_path / "broken")
     assert list(whole) == list(broken)
     for name in whole:
@@ -172,7 +189,7 @@ def _heeds_interrupts() -> None:
 
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
-    config.write_text(CONFIG.replace("updates: 6", "updates: 500"))
+    config.write_text(CONFIG.replace("updates: 20", "updates: 500"))
     command = [sys.executable, "-m", "branchpoint.cli", "train", str(config), f"run={tmp_path / 'r'}"]
     with subprocess.Popen(
         command,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,12 +42,14 @@ GAMES: dict[str, dict[str, Any]] = {
 
 
 KINDS = ["treasure", "carrying", *(pytest.param(name, marks=pytest.mark.slow) for name in ("coin", "cooking"))]
-"""Making a game takes seconds, so two of them are left to the slow tests."""
+"""Making a game takes seconds: two come with the tests (a cache folder of the tested version; one is made again by
+:func:`test_a_game_is_the_same_in_any_process_and_leaves_no_trace`), the others are left to the slow tests."""
+SHIPPED = Path(__file__).parent / "data" / "textworld"
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("textworld"))
+    return str(shutil.copytree(SHIPPED, tmp_path_factory.mktemp("textworld") / "games"))
 
 
 def game(name: str, cache: str, **dials: Any) -> Task:

@@ -175,7 +175,12 @@ def _reference(depth: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("depth", "limit", "declared", "rebased"),
-    [(256, 64, False, True), (40, 8, False, True), (40, 8, True, False)],
+    [
+        pytest.param(256, 64, False, True, marks=pytest.mark.slow),
+        (80, 32, False, True),
+        (40, 8, False, True),
+        (40, 8, True, False),
+    ],
 )
 def test_depth_stays_correct(depth: int, limit: int, declared: bool, rebased: bool) -> None:
     """With and without rebasing, each snapshot of a deep chain has the future of one process that never forks."""
