@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# Processes of the test-suite.
+WORKERS ?= 2
 # One thread a process: at these sizes more threads bring nothing, and contention costs 4 to 20 times.
 export OMP_NUM_THREADS ?= 1
 export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
@@ -26,7 +28,7 @@ demo: $(VENV)/.ready
 	$(BIN)/branchpoint train examples/demo.yaml --fresh
 
 test: $(VENV)/.ready check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow

@@ -101,7 +101,7 @@ def result(run: Path) -> dict[str, bytes]:
 
 
 MOMENTS = {
-    "four": (8, [0.4, 1.6, 2.2, 1.1]),
+    "four": (10, [0.4, 1.6, 2.2, 1.1]),
     "ten": (20, [0.4, 1.1, 1.6, 2.2, 0.7, 2.9, 1.9, 3.1, 2.5, 3.7, 1.3]),
 }
 """Updates of the run, and delays that walk through the start, the warm start, generation, learning and saving."""
