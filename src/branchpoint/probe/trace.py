@@ -77,8 +77,8 @@ def within(gram: Array, prompts: Labels, cost: Array | None = None) -> Estimate:
     sizes = np.array([len(m) for m in members])
     if not len(sizes) or sizes.min() < 2:
         raise ProbeError("a trace needs at least 2 groups of each prompt; raise --groups")
-    traces = np.array([np.mean(spread(gram[np.ix_(m, m)])) * len(m) / (len(m) - 1) for m in members])
-    costs = np.array([np.mean(cost[m]) for m in members])
+    traces = np.array([np.sum(spread(gram[np.ix_(m, m)])) / (len(m) - 1) for m in members], np.float64)
+    costs = np.array([np.mean(cost[m]) for m in members], np.float64)
     value = float(np.mean(traces) * np.mean(costs))
     if sizes.min() >= 3:
         left = [_leave_out(gram[np.ix_(m, m)], cost[m], k, traces, costs) for k, m in enumerate(members)]
