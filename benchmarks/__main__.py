@@ -39,6 +39,7 @@ BENCHMARKS = {
     "fork": Benchmark("fork.py", "fork.json", 60),
     "alfworld": Benchmark("alfworld_branches.py", "alfworld.json", 60),
     "alfworld-speed": Benchmark("alfworld_speed.py", "alfworld_speed.json", 60),
+    "environments": Benchmark("environments.py", "environments.json", 30),
     "webshop": Benchmark("webshop.py", "webshop.json", 60),
     "textworld": Benchmark("textworld_games.py", "textworld.json", 180, ("--cache", "build/textworld-games")),
     "trl": Benchmark("trl_update.py", "trl_update.json", 120),
