@@ -4,7 +4,7 @@
 
 ``steps_per_second``: calls of ``reset`` and ``step`` of whole episodes in this process, by wall clock, building worlds
 not counted. Actions are drawn evenly from those that the world lists; where it lists none (``actions: expert``), they
-are the expert's, whose thinking is not counted either. ``fork_ms``: one snapshot and one restore through the ``process``
+are the expert's, whose thinking is not counted. ``fork_ms``: one snapshot and one restore through the ``process``
 sandbox, the default of a run, in the middle of an episode; ``kind`` says whether that forked a process or repeated the
 history. ``state_ms``: the same through the ``state`` sandbox, where the world saves its own state. Medians of
 ``--rounds`` rounds, with the least and the most. ``tasks``: how many each split holds.
