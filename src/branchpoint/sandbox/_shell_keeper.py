@@ -1,0 +1,393 @@
+"""The keeper: a small process that holds the mounts of the shell sandbox and starts its commands.
+
+Started by :mod:`branchpoint.sandbox.shell` as a program of its own, with one thread and the standard library alone: a
+fork of the trainer would copy gigabytes of page tables and the locks of other threads. It lives in a mount namespace of
+its own (and, for an ordinary user, in a user namespace where it is root), so all that it mounts is gone when it ends,
+which it does with the trainer.
+
+Requests are JSON over a SOCK_SEQPACKET socket, each with a socket for its answer and what else it needs as descriptors.
+What is quick is done at once, the rest in a forked child: a command becomes bubblewrap there, work on files runs in
+:mod:`._shell_files`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from branchpoint.sandbox import _shell_cgroup as cgroup
+from branchpoint.sandbox import _shell_files as files
+from branchpoint.sandbox import _shell_mount as mount
+
+LARGEST = 1 << 17
+STORES = "k"  # holds a file system, or a folder, for the layers of each machine
+_ROOT = "/tmp"  # where a child puts a machine's root in its own mount namespace: a place that every system has
+_MODE = 0o755
+_INSIDE = 1000  # user and group id of commands, as they see it
+
+
+@dataclass(slots=True)
+class Call:
+    """A command that runs. Its end is complete when bubblewrap and the first process inside are both gone."""
+
+    reply: socket.socket
+    machine: str
+    info: int
+    counts: tuple[int, int]
+    status: int = -1
+    first: int = 0  # process id of the first process inside
+    started: bool = False
+
+
+class Keeper:
+    """See the module. ``user``: host user id of commands when the keeper runs as root, else ignored."""
+
+    def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
+        self.control = control
+        self.bwrap: str = settings["bwrap"]
+        self.memory: bool = settings["memory"]
+        self.user: int | None = settings["user"] if os.getuid() == 0 else None
+        self.poll = select.poll()
+        self.watched: dict[int, Callable[[], None]] = {}
+        self.calls: dict[int, Call] = {}  # by bubblewrap's process id
+        self.known: set[int] = set()  # children whose end is waited for
+        self.groups = cgroup.groups(cgroup.Bounds(**settings["bounds"]))
+        self._enter()
+
+    def _enter(self) -> None:
+        if self.user is None:
+            uid, gid = os.getuid(), os.getgid()
+            mount.unshare(mount.NEWUSER | mount.NEWNS)
+            for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(text)
+        else:
+            mount.unshare(mount.NEWNS)
+        mount.make_private()
+        mount.adopt_orphans()
+        if self.memory:
+            mount.attach(mount.memory(1 << 20, 1 << 16), STORES)
+            if not _keeps_attributes(STORES):
+                mount.detach(STORES)
+                self.memory = False
+
+    def serve(self) -> None:
+        """Answers until the other end is closed or the trainer has ended."""
+        self._watch(self.control.fileno(), self._request)
+        self._watch(os.pidfd_open(os.getppid()), self._quit)
+        self._say(
+            self.control, memory=self.memory, missing=self.groups.missing, memory_group="memory" in self.groups.roots
+        )
+        try:
+            while True:
+                ready = [fd for fd, _ in self.poll.poll()]
+                # New requests last: they take descriptors that what ends before them has closed.
+                for fd in sorted(ready, key=lambda fd: fd == self.control.fileno()):
+                    if fd in self.watched:
+                        self.watched[fd]()
+        finally:
+            for pid in self.calls:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in _children():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                while True:
+                    os.wait()
+            self.groups.close()
+
+    def _quit(self) -> None:
+        raise SystemExit
+
+    def _watch(self, fd: int, then: Callable[[], None]) -> None:
+        self.watched[fd] = then
+        self.poll.register(fd, select.POLLIN)
+
+    def _forget(self, fd: int) -> None:
+        self.poll.unregister(fd)
+        del self.watched[fd]
+
+    def _say(self, reply: socket.socket, **answer: Any) -> None:
+        with suppress(OSError):  # the other end has gone
+            reply.send(json.dumps(answer).encode())
+
+    def _request(self) -> None:
+        data, fds, _, _ = socket.recv_fds(self.control, LARGEST, 8, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            raise SystemExit
+        order = json.loads(data)
+        reply = socket.socket(fileno=fds[0])
+        try:
+            getattr(self, f"do_{order.pop('do')}")(order, reply, fds[1:])
+        except OSError as error:
+            self._say(reply, error=str(error))
+        finally:
+            for fd in fds[1:]:
+                os.close(fd)
+
+    # Quick requests
+
+    def do_freeze(self, order: dict[str, Any], reply: socket.socket, fds: Sequence[int]) -> None:
+        """Takes the layer that a machine writes to from under it."""
+        place = f"{STORES}/{order['machine']}"
+        changed = bool(os.listdir(f"{place}/u")) or os.stat(f"{place}/u").st_mode & 0o7777 != _MODE
+        if changed:
+            os.rename(f"{place}/u", order["layer"])
+            self._upper(place)
+        told = os.statvfs(place)
+        used = (told.f_blocks - told.f_bfree) * told.f_frsize if self.memory else 0
+        self._say(reply, changed=changed, bytes=used, files=told.f_files - told.f_ffree if self.memory else 0)
+        reply.close()
+
+    def do_remove(self, order: dict[str, Any], reply: socket.socket, fds: Sequence[int]) -> None:
+        """Removes a layer."""
+        self._fork(lambda: shutil.rmtree(order["layer"], ignore_errors=True))
+        self._say(reply)
+        reply.close()
+
+    def do_drop(self, order: dict[str, Any], reply: socket.socket, fds: Sequence[int]) -> None:
+        """Removes a machine's store, or its control group alone while its layers are in use."""
+        self.groups.remove(order["machine"])
+        if order["store"]:
+            place = f"{STORES}/{order['machine']}"
+            with suppress(OSError):
+                if self.memory:
+                    mount.detach(place)
+            self._fork(lambda: shutil.rmtree(place, ignore_errors=True))
+        self._say(reply)
+        reply.close()
+
+    def _store(self, machine: str, size: int, inodes: int) -> str:
+        """The folder of a machine's layers; made at its first command."""
+        place = f"{STORES}/{machine}"
+        if not os.path.isdir(f"{place}/u"):
+            self.groups.make(machine)
+            os.mkdir(place, 0o711)
+            if self.memory:
+                mount.attach(mount.memory(size, inodes), place)
+            self._upper(place)
+        return place
+
+    def _upper(self, place: str) -> None:
+        os.mkdir(f"{place}/u", _MODE)
+        os.chmod(f"{place}/u", _MODE)
+        if self.user is not None:
+            os.chown(f"{place}/u", self.user, self.user)
+
+    # Requests that a child works on
+
+    def _fork(self, work: Callable[[], object], then: Callable[[int], None] | None = None) -> int:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                work()
+                code = 0
+            except BaseException as error:  # the child ends here, whatever it was
+                with suppress(OSError):
+                    os.write(2, f"{error}\n".encode(errors="replace"))
+            finally:
+                os._exit(code)
+        self._await(pid, then)
+        return pid
+
+    def _await(self, pid: int, then: Callable[[int], None] | None) -> None:
+        fd = os.pidfd_open(pid)
+        self.known.add(pid)
+
+        def ended() -> None:
+            self._forget(fd)
+            self.known.discard(pid)
+            os.close(fd)
+            status = 0
+            with suppress(ChildProcessError):
+                status = os.waitpid(pid, 0)[1]
+            if then is not None:
+                then(status)
+
+        self._watch(fd, ended)
+
+    def do_files(self, order: dict[str, Any], reply: socket.socket, fds: Sequence[int]) -> None:
+        """Work of :mod:`._shell_files`, in a child. Descriptor: the file that content comes from or goes to."""
+        place = self._store(order["machine"], order["bytes"], order["inodes"])
+        data = fds[0]
+
+        def work() -> None:
+            mount.unshare(mount.NEWNS)
+            try:
+                more = {"root": _ROOT, "upper": f"{place}/u"}
+                answer = files.work(
+                    order | more, data, lambda lowers: self._root(place, lowers, order["binds"]), self.user
+                )
+            except OSError as error:
+                answer = {"errno": error.errno or 0, "error": error.strerror or str(error), "path": error.filename}
+            except ValueError as error:
+                answer = {"value": str(error)}
+            self._say(reply, **answer)
+
+        self._fork(work)
+        reply.close()
+
+    def _root(self, place: str, lowers: Sequence[str], binds: Sequence[tuple[str, str]]) -> list[str]:
+        """Mounts a machine's root in this child's namespace. Returns what could not be mounted in it."""
+        trees = [(mount.read_only(source), inside) for inside, source in binds]
+        shutil.rmtree(f"{place}/w", ignore_errors=True)  # the kernel refuses one that was volatile
+        os.mkdir(f"{place}/w", 0o700)
+        mount.attach(mount.overlay(lowers, f"{place}/u", f"{place}/w"), _ROOT)
+        missing: list[str] = []
+        for tree, inside in trees:
+            target = files.place(_ROOT, inside)
+            if target is None:
+                missing.append(inside)
+                os.close(tree)
+            else:
+                mount.attach(tree, target)
+        return missing
+
+    def do_run(self, order: dict[str, Any], reply: socket.socket, fds: Sequence[int]) -> None:
+        """Starts a command. Descriptors: standard input, output, and what shells tell."""
+        machine = order["machine"]
+        place = self._store(machine, order["bytes"], order["inodes"])
+        info, told = os.pipe()
+        counts = self.groups.counts(machine)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._become(order, place, fds, told)
+            except BaseException as error:
+                os.write(fds[1], f"sandbox: {error}\n".encode(errors="replace"))
+            finally:
+                os._exit(125)
+        os.close(told)
+        call = self.calls[pid] = Call(reply, machine, info, counts)
+        self._watch(reply.fileno(), lambda: self._kill(pid))
+        self._await(pid, lambda status: self._left(pid, call, status))
+
+    def _become(self, order: dict[str, Any], place: str, fds: Sequence[int], info: int) -> None:
+        """Turns this child into bubblewrap."""
+        self.groups.enter(order["machine"])
+        mount.unshare(mount.NEWNS)
+        missing = self._root(place, order["lowers"], order["binds"])
+        if self.memory:
+            mount.detach(STORES)
+        for inside in missing:
+            os.write(fds[1], f"sandbox: {inside} is not there: its folder was moved away\n".encode())
+        for target, source in enumerate((fds[0], fds[1], fds[1])):
+            os.dup2(source, target)
+        os.dup2(fds[2], order["told"])
+        for at, end in enumerate(os.pipe(), order["told"] + 1):
+            os.dup2(end, at)
+        os.set_inheritable(info, True)
+        for name, value in order["rlimits"].items():
+            resource.setrlimit(getattr(resource, name), (value, value))
+        os.umask(0o022)
+        if self.user is not None:
+            os.setgroups([])
+            os.setresgid(self.user, self.user, self.user)
+            os.setresuid(self.user, self.user, self.user)
+        command = [self.bwrap, *_BWRAP, "--size", str(order["shm"]), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        for key, value in order["environment"].items():
+            command += ["--setenv", key, value]
+        os.execv(self.bwrap, [*command, "--info-fd", str(info), "--", *order["command"]])
+
+    def _kill(self, pid: int) -> None:
+        """The caller wants no more of it: its time is over, or it was closed."""
+        call = self.calls[pid]
+        self._forget(call.reply.fileno())
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # which ends the process namespace, too
+
+    def _left(self, pid: int, call: Call, status: int) -> None:
+        """Bubblewrap has ended; the namespace's first process, and with it all others, may be about to."""
+        call.status = status
+        told = b""
+        while part := os.read(call.info, 4096) if not told.endswith(b"}") else b"":
+            told += part
+        os.close(call.info)
+        with suppress(ValueError, KeyError):
+            call.first = json.loads(told)["child-pid"]
+            call.started = True
+        if not call.first:  # killed before it could say; what it had begun is ours now
+            call.first = next((child for child in _children() if child not in self.known), 0)
+        if call.first and _mine(call.first):
+            os.kill(call.first, signal.SIGKILL)
+            self._await(call.first, lambda _: self._done(pid, call))
+        else:
+            self._done(pid, call)
+
+    def _done(self, pid: int, call: Call) -> None:
+        del self.calls[pid]
+        if call.reply.fileno() in self.watched:
+            self._forget(call.reply.fileno())
+        oom, full = self.groups.counts(call.machine)
+        told = os.statvfs(f"{STORES}/{call.machine}")
+        self._say(
+            call.reply,
+            started=call.started,
+            code=os.waitstatus_to_exitcode(call.status),
+            oom=oom - call.counts[0],
+            full=full - call.counts[1],
+            disk=self.memory and not (told.f_bavail and told.f_favail),
+        )
+        call.reply.close()
+
+
+_BWRAP = (
+    "--unshare-user", "--uid", str(_INSIDE), "--gid", str(_INSIDE), "--disable-userns",
+    "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
+    "--hostname", "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL",
+    "--bind", _ROOT, "/", "--proc", "/proc", "--dev", "/dev", "--clearenv", "--chdir", "/",
+)  # fmt: skip
+
+
+def _mine(pid: int) -> bool:
+    """Whether a process is a child of this one, living or waiting to be reaped."""
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def _keeps_attributes(place: str) -> bool:
+    """Whether a file system keeps the extended attributes that an overlay needs; memory does since Linux 6.6."""
+    try:
+        os.setxattr(place, "user.overlay.probe", b"y")
+    except OSError:
+        return False
+    return True
+
+
+def main(fd: int) -> None:
+    """The program. Its first message holds the settings; it works in the folder that it was started in."""
+    control = socket.socket(fileno=fd)
+    control.set_inheritable(False)
+    try:
+        keeper = Keeper(control, json.loads(control.recv(LARGEST)))
+    except OSError as error:
+        control.send(json.dumps({"error": str(error)}).encode())
+        return
+    with suppress(KeyboardInterrupt, SystemExit):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's affair
+        keeper.serve()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,117 @@
+"""The system calls behind the shell sandbox's files: overlays, bind mounts and limited memory file systems.
+
+Only the keeper (:mod:`._shell_keeper`) calls them, in a mount namespace of its own, so none outlives it. The mount API
+of Linux 5.2 takes each layer by itself: ``mount(2)`` cuts a list of layers off at one page, silently.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+
+NEWNS, NEWUSER = 0x00020000, 0x10000000
+LOWERS = 500  # more layers than these the kernel refuses
+
+_C = ctypes.CDLL(None, use_errno=True)
+_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _SETATTR = 428, 429, 430, 431, 432, 442
+_FLAG, _STRING, _CREATE = 0, 1, 6
+_HERE = -100
+_EMPTY_PATH, _RECURSIVE = 0x1000, 0x8000
+_CLONE, _CLOEXEC = 1, os.O_CLOEXEC
+_FROM_FD, _TO_FD = 0x4, 0x40
+_RDONLY, _NOSUID, _NODEV = 0x1, 0x2, 0x4
+_REC, _PRIVATE, _DETACH = 0x4000, 0x40000, 2
+_SUBREAPER = 36
+
+
+class _Attr(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
+
+
+def _did(result: int, what: str, fs: int | None = None) -> int:
+    if result >= 0:
+        return result
+    number = ctypes.get_errno()
+    raise OSError(number, f"{what}: {_told(fs) or os.strerror(number)}")
+
+
+def _told(fs: int | None) -> str:
+    """The kernel's own words about a file system that it refused."""
+    if fs is None:
+        return ""
+    try:
+        return os.read(fs, 4096).decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def unshare(flags: int) -> None:
+    _did(_C.unshare(flags), "unshare")
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parent ends."""
+    _did(_C.prctl(_SUBREAPER, 1, 0, 0, 0), "prctl")
+
+
+def make_private() -> None:
+    """What is mounted here from now on is seen nowhere else."""
+    _did(_C.mount(None, b"/", None, _REC | _PRIVATE, None), "making mounts private")
+
+
+def _mounted(kind: str, settings: Sequence[tuple[str, str | None]], flags: int) -> int:
+    """A new file system as a descriptor, attached nowhere yet."""
+    fs = _did(_C.syscall(_FSOPEN, kind.encode(), 1), f"opening {kind}")
+    try:
+        for key, value in settings:
+            how = _FLAG if value is None else _STRING
+            text = None if value is None else os.fsencode(value)
+            _did(_C.syscall(_FSCONFIG, fs, how, key.encode(), text, 0), f"{kind} {key}={value}", fs)
+        _did(_C.syscall(_FSCONFIG, fs, _CREATE, None, None, 0), kind, fs)
+        return _did(_C.syscall(_FSMOUNT, fs, 1, flags), kind, fs)
+    finally:
+        os.close(fs)
+
+
+def overlay(lowers: Sequence[str], upper: str = "", work: str = "") -> int:
+    """An overlay of directories, uppermost first, as a descriptor; for reading alone without ``upper``.
+
+    ``volatile``: it is never synced to disk, of which nothing that lasts is made. ``userxattr``: the flavour that an
+    ordinary user may mount; layers of the two flavours cannot be mixed.
+    """
+    settings: list[tuple[str, str | None]] = [("source", "branchpoint")]
+    settings += (("lowerdir+", lower) for lower in lowers)
+    settings += [("userxattr", None), ("index", "off"), ("xino", "off")]
+    if upper:
+        settings += [("upperdir", upper), ("workdir", work), ("volatile", None)]
+    return _mounted("overlay", settings, _NOSUID | _NODEV)
+
+
+def memory(size: int, inodes: int) -> int:
+    """A file system in memory that holds ``size`` bytes and ``inodes`` files, as a descriptor."""
+    settings = [("source", "branchpoint"), ("size", str(size)), ("nr_inodes", str(inodes)), ("mode", "0711")]
+    return _mounted("tmpfs", settings, _NOSUID | _NODEV)
+
+
+def read_only(path: str) -> int:
+    """A file or folder with what is mounted below it, for reading alone, as a descriptor; links are followed."""
+    tree = _did(_C.syscall(_OPEN_TREE, _HERE, os.fsencode(path), _CLONE | _CLOEXEC | _RECURSIVE), path)
+    attr = _Attr(_RDONLY | _NOSUID | _NODEV, 0, 0, 0)
+    _did(
+        _C.syscall(_SETATTR, tree, b"", _EMPTY_PATH | _RECURSIVE, ctypes.byref(attr), ctypes.sizeof(attr)),
+        f"making {path} read-only",
+    )
+    return tree
+
+
+def attach(mount: int, place: str | int) -> None:
+    """Puts a mount at a path or on what a descriptor refers to, and closes the mount's descriptor."""
+    at, path, flags = (_HERE, os.fsencode(place), 0) if isinstance(place, str) else (place, b"", _TO_FD)
+    _did(_C.syscall(_MOVE_MOUNT, mount, b"", at, path, _FROM_FD | flags), f"mounting at {place}")
+    os.close(mount)
+
+
+def detach(path: str) -> None:
+    """Takes a mount away; what still uses it keeps it."""
+    _did(_C.umount2(os.fsencode(path), _DETACH), f"unmounting {path}")
