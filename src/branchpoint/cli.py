@@ -1,4 +1,4 @@
-"""The command line: ``branchpoint train | eval | view | check | envs | swe | reap``."""
+"""The command line: ``branchpoint train | eval | view | probe | check | envs | swe | reap``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from branchpoint import __version__
+from branchpoint.command import probe as probes  # light: it imports what a probe needs when it runs
 
 # Before numpy and torch start their thread pools: at these sizes more threads bring nothing and contention is costly.
 for _name, _value in {
@@ -39,6 +40,8 @@ def parser() -> argparse.ArgumentParser:
     view.add_argument("place", type=Path, help="run folder, or a .jsonl.zst file of trees")
     view.add_argument("--tree", type=int, help="number of the tree in the file (default: a telling one)")
     view.add_argument("--estimator", default="tree", help="whose credit to show: tree, rloo, grpo, bpo, ... or none")
+
+    probes.arguments(commands.add_parser("probe", help="measure the gradient's variance, or a sandbox's fidelity"))
 
     check = commands.add_parser("check", help="run the shipped checkers")
     check.add_argument("what", choices=("env", "sandbox", "policy", "oracles"))
@@ -90,6 +93,8 @@ def main(argv: list[str] | None = None) -> int:
             from branchpoint.command.view import estimator, view
 
             return view(a.place, a.tree, estimator(a.estimator), console)
+        if a.command == "probe":
+            return probes.probe(a, console)
         if a.command == "envs":
             from branchpoint.command.envs import listing
 

@@ -3,9 +3,9 @@
 A run folder holds: ``config.yaml`` (resolved), ``versions.json``, ``metrics.jsonl`` (repeatable numbers, one line an
 update), ``timings.jsonl`` (clocks), ``trees/NNNNNN.jsonl.zst`` (one tree a line), ``ledger.json``,
 ``checkpoints/NNNNNN/`` (Hugging Face layout and the state of the trainer), ``reference/`` (the model that the KL
-penalty pulls towards, in full training) and ``curve.png``. Whatever is written is written beside its place and renamed,
-so a reader never sees half a file; only the ``.jsonl`` files grow line by line. A killed run loses at most what came
-after its last checkpoint.
+penalty pulls towards, in full training), ``probe/`` (results of ``branchpoint probe``) and ``curve.png``.
+Whatever is written is written beside its place and renamed, so a reader never sees half a file; only the ``.jsonl``
+files grow line by line. A killed run loses at most what came after its last checkpoint.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class RunFolder:
     def clear(self) -> None:
         """Remove what a run has written here, and nothing else."""
         written = ("config.yaml", "versions.json", "metrics.jsonl", "timings.jsonl", "ledger.json", "curve.png")
-        for name in (*written, "trees", "checkpoints", "reference"):
+        for name in (*written, "trees", "checkpoints", "reference", "probe"):
             _remove(self.path / name)
 
     def trees_file(self, update: int) -> Path:

@@ -29,6 +29,7 @@ from branchpoint.probe import trace as stats
 from branchpoint.probe.design import Design
 from branchpoint.probe.trace import Interval, ProbeError
 from branchpoint.rollout import Grower
+from branchpoint.scheduler import Flat
 from branchpoint.train import Course, Run, flat_tokens
 from branchpoint.tree import Array, RolloutTree, Segments
 from branchpoint.world import Task
@@ -217,6 +218,16 @@ async def measure(run: Run, plan: Plan, noise: Noise, folder: Path, say: Say) ->
         if not any(g.informative for g in groups):
             _refuse_silence(groups)
         return Measured(plan, tuple(groups), rows.gram(), rows.values.shape[1])
+
+
+async def pilot(run: Run, prompts: Sequence[tuple[Course, Task]], noise: Noise) -> list[RolloutTree]:
+    """A flat group of each prompt, for schedulers that need to have seen some; not measured."""
+    grower = Grower(run.policy, run.sandbox, Flat(roots=2), run.config.limits, "independent", Ledger())
+    async with asyncio.TaskGroup() as tasks:
+        jobs = [
+            tasks.create_task(grower.grow(c.make, t, noise.child("pilot", i, t.id))) for i, (c, t) in enumerate(prompts)
+        ]
+    return [job.result() for job in jobs]
 
 
 async def _grow(
