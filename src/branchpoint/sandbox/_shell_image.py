@@ -1,4 +1,4 @@
-"""What machines of the shell sandbox start from: folders of this computer, and layers that are made once for each image.
+"""What machines of the shell sandbox start from: folders of this computer, and layers made once for each image.
 
 An image is, uppermost first: the mount points and working folder, each tree as a layer, and the root. Root and folders
 of the host are mounted read-only; trees are copied once, since a layer has its files at their place and their owner is
@@ -26,8 +26,9 @@ HOST = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 # Of /etc, copied: what programs need to run. Nothing that names this computer, its users or its secrets.
 _SETTINGS = (
     "alternatives", "ca-certificates", "ca-certificates.conf", "debian_version", "fonts", "inputrc", "java-11-openjdk",
-    "java-17-openjdk", "java-21-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "magic", "mime.types",
-    "os-release", "perl", "protocols", "python3", "services", "ssl/certs", "ssl/openssl.cnf", "terminfo", "timezone",
+    "java-17-openjdk", "java-21-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "magic",
+    "mime.types", "os-release", "perl", "protocols", "python3", "services", "ssl/certs", "ssl/openssl.cnf", "terminfo",
+    "timezone",
 )  # fmt: skip
 _WRITTEN = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\nuser:x:1000:1000:user:/home/user:/bin/bash\n"
@@ -37,8 +38,10 @@ _WRITTEN = {
     "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
-_FOLDERS = {"tmp": 0o1777, "var/tmp": 0o1777, "home/user": 0o755, "run": 0o755, "root": 0o755, "opt": 0o755, "proc": 0o555,
-            "dev": 0o755}  # fmt: skip
+_FOLDERS = {
+    "tmp": 0o1777, "var/tmp": 0o1777, "home/user": 0o755, "run": 0o755, "root": 0o755, "opt": 0o755, "proc": 0o555,
+    "dev": 0o755,
+}  # fmt: skip
 _IDLE = 16  # layers of trees that are kept although no machine uses them
 _COPY_SECONDS = 600
 

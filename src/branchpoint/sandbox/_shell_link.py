@@ -61,9 +61,7 @@ class Keeper:
         if len(data) > keeper.LARGEST:
             mine.close()
             its.close()
-            raise SandboxFailure(
-                f"a request of {len(data)} bytes; the limit is {keeper.LARGEST} (a large environment?)"
-            )
+            raise SandboxFailure(f"a request of {len(data)} bytes is too long (a large environment?)")
         with its, self._lock:
             try:
                 socket.send_fds(self._control, [data], [its.fileno(), *fds])
