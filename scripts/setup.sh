@@ -39,6 +39,17 @@ if ((${#missing[@]})); then
     fi
 fi
 
+if ! command -v bwrap >/dev/null; then
+    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] &&
+        echo "setup: installing system packages (apt-get install bubblewrap): the shell sandbox runs commands in it" &&
+        apt-get update -qq &&
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap >/dev/null; then
+        :
+    else
+        echo "setup: no bubblewrap; the tests of the shell sandbox will be skipped (sudo apt-get install bubblewrap)"
+    fi
+fi
+
 if [ ! -x "$VENV/bin/python" ]; then
     echo "setup: creating $VENV"
     "$PYTHON" -m venv "$VENV" || {

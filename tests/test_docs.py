@@ -27,6 +27,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "Chat: `model.chat`": config.Chat,
     "Warm start: `model.warm_start`": config.WarmStart,
     "`kind: process`": config.Process,
+    "`kind: shell`": config.Shell,
     "`kind: container`": config.Container,
     "Sampling: `sampling`": config.Sampling,
     "Limits: `limits`": Limits,

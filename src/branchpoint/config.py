@@ -149,12 +149,34 @@ class Container(Frozen):
     capabilities: tuple[str, ...] = ()
 
 
+class Shell(Frozen):
+    """Namespaces of this computer for each environment that runs commands. ``folder``: for copies, null: the temporary
+    folder. ``storage``: where files that commands write are kept. ``left``: what becomes of a snapshot after a command
+    that left processes behind. ``host``: folders that commands see, read-only; null: the system's programs. The rest is
+    what one environment may use."""
+
+    kind: Literal["shell"] = "shell"
+    folder: str | None = None
+    storage: Literal["memory", "disk"] = "memory"
+    left: Literal["kill", "refuse"] = "kill"
+    host: tuple[str, ...] | None = None
+    seconds: float = Field(default=30.0, gt=0)
+    cpu_seconds: int = Field(default=600, ge=1)
+    memory_mb: int = Field(default=2048, ge=16)
+    processes: int = Field(default=256, ge=8)
+    cpus: float = Field(default=1.0, gt=0)
+    disk_mb: int = Field(default=1024, ge=1)
+    inodes: int = Field(default=200_000, ge=100)
+    file_mb: int = Field(default=1024, ge=1)
+    output_kb: int = Field(default=64, ge=1)
+
+
 def _kind(value: Any) -> Any:
     """``sandbox: process`` is short for ``sandbox: {kind: process}``."""
     return {"kind": value} if isinstance(value, str) else value
 
 
-Sandboxed = Annotated[Process | State | Replay | Container, Field(discriminator="kind"), BeforeValidator(_kind)]
+Sandboxed = Annotated[Process | State | Replay | Shell | Container, Field(discriminator="kind"), BeforeValidator(_kind)]
 
 
 class Training(Frozen):

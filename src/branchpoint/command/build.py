@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from branchpoint import env as envs
-from branchpoint.config import Chat, ConfigError, Container, EnvSpec, RunConfig, Sampling
+from branchpoint.config import Chat, ConfigError, Container, EnvSpec, RunConfig, Sampling, Shell
 from branchpoint.learner import Learner
 from branchpoint.ledger import Ledger
 from branchpoint.policy import chat, models, small
@@ -20,6 +20,7 @@ from branchpoint.policy.hf import HFPolicy
 from branchpoint.policy.imitate import imitate, texts, to_rows
 from branchpoint.sandbox.forkserver import ForkServer
 from branchpoint.sandbox.inprocess import InProcess
+from branchpoint.sandbox.machine import MachineSandbox
 from branchpoint.sandbox.replay import Replay
 from branchpoint.store import RunFolder, StoreError, replace, write_json, write_text
 from branchpoint.train import Course, Run
@@ -195,14 +196,40 @@ def sandbox(config: RunConfig, say: Say) -> Sandbox:
             say=say,
         )
     if chosen.kind == "container":
-        return _container(chosen, say)
+        return _told(_container(chosen), say)
+    if chosen.kind == "shell":
+        return _told(_shell(chosen), say)
     return InProcess() if chosen.kind == "state" else Replay()
 
 
-def _container(chosen: Container, say: Say) -> Sandbox:
+def _told(made: MachineSandbox, say: Say) -> Sandbox:
+    for limit in getattr(made.machines, "unenforced", ()):
+        say(f"sandbox: not enforced here: {limit}")
+    return made
+
+
+def _shell(chosen: Shell) -> MachineSandbox:
+    from branchpoint.sandbox import shell
+
+    limits = shell.Limits(
+        seconds=chosen.seconds,
+        cpu_seconds=chosen.cpu_seconds,
+        output_bytes=chosen.output_kb << 10,
+        memory_bytes=chosen.memory_mb << 20,
+        processes=chosen.processes,
+        cpus=chosen.cpus,
+        disk_bytes=chosen.disk_mb << 20,
+        inodes=chosen.inodes,
+        file_bytes=chosen.file_mb << 20,
+    )
+    host = shell.HOST if chosen.host is None else chosen.host
+    return shell.Shell(chosen.folder, limits=limits, storage=chosen.storage, left=chosen.left, host=host)
+
+
+def _container(chosen: Container) -> MachineSandbox:
     from branchpoint.sandbox import container
 
-    made = container.Container(
+    return container.Container(
         chosen.socket,
         limits=container.Limits(
             seconds=chosen.seconds,
@@ -215,9 +242,6 @@ def _container(chosen: Container, say: Say) -> Sandbox:
         ),
         capabilities=chosen.capabilities,
     )
-    for limit in made.machines.unenforced:
-        say(f"sandbox: not enforced here: {limit}")
-    return made
 
 
 def _reference(config: RunConfig, folder: RunFolder, parts: Words) -> Any:

@@ -54,12 +54,14 @@ def _sandbox(name: str) -> Any:
     from branchpoint.sandbox.forkserver import ForkServer
     from branchpoint.sandbox.inprocess import InProcess
     from branchpoint.sandbox.replay import Replay
+    from branchpoint.sandbox.shell import Shell
     from branchpoint.testing import check_sandbox
 
     builtin: dict[str, Callable[[], Any]] = {
         "process": ForkServer,
         "state": InProcess,
         "replay": Replay,
+        "shell": Shell,
         "container": Container,
     }
     factory: Any = builtin.get(name) or (envs.make(name) if ":" in name else None)

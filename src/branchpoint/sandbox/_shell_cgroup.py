@@ -27,11 +27,11 @@ class Bounds:
 
 @dataclass(slots=True)
 class Groups:
-    """The control groups of this process, and why some limits cannot be held (``missing``)."""
+    """The control groups of this process, and why some limits cannot be held (``missing``: limit -> reason)."""
 
     bounds: Bounds
     roots: dict[str, Path] = field(default_factory=dict)  # controller -> folder of this process's groups
-    missing: tuple[str, ...] = ()
+    missing: dict[str, str] = field(default_factory=dict)
 
     def enter(self, machine: str) -> None:
         """Moves the calling process, which must have one thread, into a machine's group, made before.
@@ -81,7 +81,7 @@ def groups(bounds: Bounds) -> Groups:
             found[controller] = _root(mounts, controller)
         except OSError as error:
             why[limit] = error.strerror or str(error)
-    return Groups(bounds, found, tuple(f"{limit}: no control group ({reason})" for limit, reason in why.items()))
+    return Groups(bounds, found, why)
 
 
 def _settings(bounds: Bounds, roots: Mapping[str, Path]) -> Iterator[tuple[str, str, str]]:

@@ -275,13 +275,16 @@ def _place(folder: str | Path | None) -> tuple[Path, int]:
 
 
 def _unenforced(told: Mapping[str, Any], storage: str) -> tuple[str, ...]:
-    missing = list(told["missing"])
+    """Limits that this computer cannot hold machines to. That of processes is held without control groups, too."""
+    texts = {
+        "memory_bytes": "memory_bytes of all processes together: no control group ({}); each process is held to it",
+        "cpus": "cpus: no control group ({}); a process is held to cpu_seconds",
+    }
+    missing = [texts[limit].format(reason) for limit, reason in told["missing"].items() if limit in texts]
     if storage == "memory" and not told["memory"]:
-        missing.append(
-            "disk_bytes and inodes: files in memory cannot carry an overlay before Linux 6.6; they are on disk"
-        )
+        missing.append("disk_bytes and inodes: before Linux 6.6 no overlay can lie in memory; it is on disk")
     elif storage == "disk":
-        missing.append("disk_bytes and inodes: storage is disk, which has no quota; one file is limited to file_bytes")
+        missing.append("disk_bytes and inodes: storage is disk, which has no quota; one file is held to file_bytes")
     return tuple(missing)
 
 
