@@ -57,6 +57,7 @@ def tools(folder: Path) -> Path:
             shutil.copytree(source.parent, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, folder)
+    folder.chmod(0o755)
     return folder
 
 
@@ -71,6 +72,6 @@ def machines() -> Any:
     """The machines of the shell sandbox, or a skip that says why there are none."""
     shell = pytest.importorskip("branchpoint.sandbox.shell", reason="the shell sandbox is not there")
     try:
-        return shell.Shell()
+        return shell.ShellMachines()
     except Exception as error:
         pytest.skip(f"no shell sandbox here: {error}")

@@ -15,9 +15,9 @@ from branchpoint.sandbox.machine import Machines
 
 def machines() -> Machines:
     """The machines of the shell sandbox."""
-    from branchpoint.sandbox.shell import Shell
+    from branchpoint.sandbox.shell import ShellMachines
 
-    return Shell()
+    return ShellMachines()
 
 
 def inject(count: int, out: Path, names: list[str] | None, seed: int, jobs: int, console: Console) -> int:
