@@ -285,12 +285,13 @@ class Engine:
         """What a path is, the last link not followed. Raises NotThere."""
         with self._call(f"looking at {path}") as client:
             url = f"{client.base_url}/v{client.api_version}/containers/{container}/archive"
-            answer = client.head(url, params={"path": path}, timeout=self.seconds)
-            if answer.status_code == 404:
+            answer = client.head(url, params={"path": os.fsencode(path)}, timeout=self.seconds)
+            told = answer.headers.get("X-Docker-Container-Path-Stat")  # Podman has one for a link that leads nowhere
+            if answer.status_code == 404 and not told:
                 raise NotThere(f"{path} does not exist")
-            if not answer.ok:
+            if not told or not (answer.ok or answer.status_code == 404):
                 raise EngineError(f"looking at {path}: the engine answered {answer.status_code}")
-        found = json.loads(base64.b64decode(answer.headers["X-Docker-Container-Path-Stat"]))
+        found = json.loads(base64.b64decode(told.translate({ord("-"): "+", ord("_"): "/"})))  # Podman's is the URL kind
         bits = found["mode"]
         mode = bits & 0o777 | sum(unix for go, unix in _SET if bits & go)
         kind = (
@@ -301,12 +302,12 @@ class Engine:
     def get(self, container: str, path: str) -> Iterator[bytes]:
         """The tar of a path, in parts."""
         with self._call(f"reading {path}") as client:
-            yield from client.get_archive(container, path, chunk_size=1 << 20)[0]
+            yield from client.get_archive(container, os.fsencode(path), chunk_size=1 << 20)[0]
 
     def put(self, container: str, folder: str, tar: Any) -> None:
         """Extracts a tar (bytes or a file) into a folder of the container."""
         with self._call(f"writing to {folder}") as client:
-            client.put_archive(container, folder, tar)
+            client.put_archive(container, os.fsencode(folder), tar)
 
     def export(self, container: str) -> Iterator[bytes]:
         """The tar of all files of a container."""

@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -36,8 +37,19 @@ def absolute(path: str, workdir: str) -> str:
 
 def follow(engine: Engine, container: str, path: str) -> tuple[str, Stat]:
     """Where a path leads inside the container, and what is there. Raises NotThere."""
+    place, found = _reach(engine, container, path)
+    if found is None:
+        raise NotThere(f"{place} does not exist")
+    return place, found
+
+
+def _reach(engine: Engine, container: str, path: str) -> tuple[str, Stat | None]:
+    """Where a path leads inside the container, and what is there, if anything. Raises NotThere for endless links."""
     for _ in range(_LINKS):
-        found = engine.stat(container, path)
+        try:
+            found = look(engine, container, path)
+        except NotThere:
+            return path, None
         if found.kind != "symlink" or found.target in ("", path):
             return path, found
         path = found.target
@@ -56,28 +68,82 @@ def read(engine: Engine, container: str, path: str, limit: int) -> bytes:
         raise ValueError(f"{path} is no regular file")
     if found.size > limit:
         raise ValueError(f"{path} has {found.size} bytes; the limit is {limit}")
+    if pattern(place):
+        with _below(engine, container, place) as (tar, members):
+            return _content(tar, members[place])
     with spool(engine.get(container, place), limit + (1 << 16)) as stream, _opened(stream) as tar:
         for member in tar:
-            data = tar.extractfile(member) if member.isreg() else None
-            if data is not None:
-                return data.read()
+            if member.isreg():
+                return _content(tar, member)
     raise ValueError(f"{path} is no regular file")
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    data = tar.extractfile(member)
+    return data.read() if data is not None else b""
+
+
+# Names that Podman takes for patterns, and finds nothing or another file for
+
+
+def pattern(path: str) -> bool:
+    """Whether a path has to be looked for in the archive of a folder above it."""
+    return any(c in path for c in "*?[\\")
+
+
+def _plain(path: str) -> str:
+    """The nearest folder above whose path is no pattern."""
+    while pattern(path):
+        path = posixpath.dirname(path)
+    return path
+
+
+@contextmanager
+def _below(engine: Engine, container: str, path: str) -> Iterator[tuple[tarfile.TarFile, dict[str, tarfile.TarInfo]]]:
+    """The archive of the nearest plain folder above a path, and its members by path. Raises NotThere."""
+    folder, found = follow(engine, container, _plain(path))
+    if found.kind != "directory":
+        raise NotThere(f"{path} does not exist")
+    with spool(engine.get(container, folder), COMPARED) as stream, _opened(stream) as tar:
+        yield tar, dict(_members(tar, _plain(path)))
+
+
+def look(engine: Engine, container: str, path: str) -> Stat:
+    """What a path is, the last link not followed. Raises NotThere."""
+    if not pattern(path):
+        return engine.stat(container, path)
+    with _below(engine, container, path) as (tar, members):
+        at = _plain(path)
+        for name in path[len(at) :].strip("/").split("/"):
+            at = posixpath.join(at, name)
+            member = members.get(at)
+            if member is None:
+                raise NotThere(f"{path} does not exist")
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(at), member.linkname))
+            if member.issym() and at != path:  # a folder on the way
+                return look(engine, container, target + path[len(at) :])
+        if member.islnk():
+            member = tar.getmember(member.linkname)
+        other = "symlink" if member.issym() else "directory" if member.isdir() else "other"
+        kind = "file" if member.isreg() else other
+        return Stat(kind, member.mode & 0o7777, member.size, target if member.issym() else path)
 
 
 def write(engine: Engine, container: str, path: str, data: bytes, owner: tuple[int, int]) -> None:
     """Writes a file, see :meth:`branchpoint.sandbox.machine.Machine.write`. One that exists keeps its mode."""
-    mode = 0o644
     try:
-        path, found = follow(engine, container, path)
-        if found.kind == "directory":
-            raise IsADirectoryError(f"{path} is a directory")
-        if found.kind != "file":
-            raise OSError(f"{path} is no regular file")
-        mode = found.mode
-    except NotThere:
-        pass
+        path, found = _reach(engine, container, path)
+    except NotThere as error:
+        raise OSError(str(error)) from error
+    if found is not None and found.kind == "directory":
+        raise IsADirectoryError(f"{path} is a directory")
+    if found is not None and found.kind != "file":
+        raise OSError(f"{path} is no regular file")
+    mode = 0o644 if found is None else found.mode
     folder, missing = _deepest(engine, container, posixpath.dirname(path))
+    place = _plain(folder)
     names = [*missing, posixpath.basename(path)]
+    names[0] = posixpath.join(folder[len(place) :].strip("/"), names[0])
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for depth in range(1, len(names)):
@@ -86,7 +152,7 @@ def write(engine: Engine, container: str, path: str, data: bytes, owner: tuple[i
         entry.size = len(data)
         tar.addfile(entry, io.BytesIO(data))
     try:
-        engine.put(container, folder, out.getvalue())
+        engine.put(container, place, out.getvalue())
     except EngineError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
 
@@ -195,7 +261,7 @@ def folders(engine: Engine, container: str, paths: Iterable[str], owner: tuple[i
 
 def exists(engine: Engine, container: str, path: str) -> bool:
     try:
-        engine.stat(container, path)
+        look(engine, container, path)
     except NotThere:
         return False
     return True
@@ -262,6 +328,26 @@ def _seen(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Seen:
     return Seen("directory" if member.isdir() else "other", mode, member.type)
 
 
+def names(parts: Iterable[bytes]) -> Iterator[str]:
+    """The paths in an archive, which is read as it comes."""
+    with _opened(_Stream(parts), "r|") as tar:
+        for member in tar:
+            yield f"/{member.name.strip('/')}"
+
+
+class _Stream:
+    """Parts of a file as something to read from."""
+
+    def __init__(self, parts: Iterable[bytes]) -> None:
+        self._parts, self._held = iter(parts), b""
+
+    def read(self, count: int) -> bytes:
+        while len(self._held) < count and (part := next(self._parts, b"")):
+            self._held += part
+        got, self._held = self._held[:count], self._held[count:]
+        return got
+
+
 def spool(parts: Iterable[bytes], limit: int) -> IO[bytes]:
     """An unnamed file with a stream's content. Raises SandboxFailure beyond the limit."""
     out = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
@@ -277,8 +363,8 @@ def spool(parts: Iterable[bytes], limit: int) -> IO[bytes]:
     return out
 
 
-def _opened(stream: IO[bytes]) -> tarfile.TarFile:
+def _opened(stream: IO[bytes] | _Stream, mode: str = "r:") -> tarfile.TarFile:
     try:
-        return tarfile.open(fileobj=stream, mode="r:")
+        return tarfile.open(fileobj=stream, mode=mode)  # type: ignore[call-overload]
     except tarfile.TarError as error:
         raise SandboxFailure(f"the engine's archive cannot be read: {error}") from error

@@ -62,13 +62,13 @@ class ContainerMachine:
         self._lock = threading.RLock()  # one call at a time; close does not wait for it
         self._ending = threading.Lock()
         self._closed = False
-        self._pristine: frozenset[tuple[str, int]] = frozenset()
+        self._pristine: frozenset[tuple[str, int]] | None = frozenset()
         self._touched = False
 
     def begin(self) -> None:
         """Starts the container."""
         self._start()
-        self._pristine = self._engine.diff(self.container)
+        self._pristine = self._differences()
 
     def _start(self) -> None:
         try:
@@ -159,6 +159,9 @@ class ContainerMachine:
     def changes(self, under: str) -> Mapping[str, Change]:
         """What differs from the image below a folder, see :class:`~branchpoint.sandbox.machine.Machine`."""
         under = files.absolute(under, self.image.workdir)
+        if files.pattern(under):
+            around = self.changes(posixpath.dirname(under))
+            return {p: c for p, c in around.items() if p == under or p.startswith(f"{under}/")}
         with self._lock:
             self._open()
             before = self._machines.images.original(self.layer, self.image, under)
@@ -187,20 +190,31 @@ class ContainerMachine:
         """
         with self._lock:
             self._open()
-            found = self._engine.diff(self.container) if self._touched else self._pristine
-            odd = [p for p, kind in found if kind != _DELETED and posixpath.basename(p).startswith(files.WHITEOUT)]
+            found = self._differences() if self._touched else self._pristine
+            if found is None:
+                names = files.names(self._engine.export(self.container))
+            else:
+                names = (p for p, kind in found if kind != _DELETED)
+            odd = [p for p in names if posixpath.basename(p).startswith(files.WHITEOUT)]
             if odd:
                 raise SnapshotUnsupported(
                     f"an image cannot hold {min(odd)}: names that start with {files.WHITEOUT} are "
                     "deletions there; rename it"
                 )
-            if self._touched and (self._pristine or found != self._pristine):
+            if self._touched and (found is None or self._pristine != frozenset() or found):
                 layer = self._machines.images.freeze(self.layer, self.container)
             else:
                 layer = self.layer
                 layer.hold()
             number = self._machines.number()
             return ContainerFrozen(self._machines, layer, self.image, self._state, f"container-{number}")
+
+    def _differences(self) -> frozenset[tuple[str, int]] | None:
+        """What the engine says has changed; None where it cannot: Podman's fails where a folder became a file."""
+        try:
+            return self._engine.diff(self.container)
+        except EngineError:
+            return None
 
     def close(self) -> None:
         """Removes the container. Safe to repeat, and from another thread while a command runs."""

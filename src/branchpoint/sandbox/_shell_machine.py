@@ -178,7 +178,8 @@ class ShellMachine:
         found: dict[str, Change] = {}
         start = HEAD.size
         for path, kind, mode, size in json.loads(told[at:]):
-            found[path] = Change(kind, told[start : start + size] if kind == "file" else None, mode)
+            if (path, kind) != (order["path"], "directory"):
+                found[path] = Change(kind, told[start : start + size] if kind == "file" else None, mode)
             start += size
         return dict(sorted(found.items()))
 

@@ -37,7 +37,7 @@ def script(command: str, state: bytes, *, mark: str, fd: int, before: str = "") 
     Args:
         command: a bash command line. Raises ValueError where it holds a NUL, which no bash can take.
         state: what :func:`parse` returned, or empty for a new shell.
-        mark: a word that the command cannot guess; it frames the dump.
+        mark: frames the dump; a command that looks for it can forge one, which only its own machine runs.
         before: statements run first, e.g. redirections.
     """
     if "\0" in command:
@@ -52,7 +52,7 @@ def script(command: str, state: bytes, *, mark: str, fd: int, before: str = "") 
             b"__bp_dump=" + _line(_dump(mark, fd).encode()),
             b"\\builtin trap '\\builtin eval \"${__bp_dump-}\"' EXIT",
             b"\\builtin eval "
-            + _quote((b"\\builtin eval " + _line(options) + b"; " if options else b"") + command.encode(errors=_RAW)),
+            + _quote((b"\\builtin eval " + _line(options) + b"; " if options else b"") + _encode(command)),
             b'{ __bp_code=$?; \\builtin eval "${__bp_dump-}"; } 2>/dev/null',
             b'\\builtin exit "$__bp_code"\n',
         ]
@@ -127,6 +127,14 @@ done
 if ((${{#__bp_all[@]}})); then \builtin declare -p "${{__bp_all[@]}}"; fi
 \builtin printf '\0%s\0%s end\0' "${{__bp_lost:+L}}" {shlex.quote(mark)}
 }} 2>/dev/null >&{fd}"""
+
+
+def _encode(command: str) -> bytes:
+    """As bytes: undecodable ones as they were, halves of characters, which JSON can hold, as question marks."""
+    try:
+        return command.encode(errors=_RAW)
+    except UnicodeEncodeError:
+        return command.encode(errors="replace")
 
 
 def _line(text: bytes) -> bytes:

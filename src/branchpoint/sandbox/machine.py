@@ -108,7 +108,8 @@ class Frozen(Protocol):
 
 class Machines(Protocol):
     """A back-end. ``preserves`` says what a frozen machine keeps: ``files``, ``shell`` (working directory, variables,
-    functions, options), ``processes``. ``unenforced`` names limits that this host cannot keep, each with the reason."""
+    functions, options), ``processes``, ``links`` (names of one file stay that when one is written to after a thaw).
+    ``unenforced`` names limits that this host cannot keep, each with the reason."""
 
     preserves: frozenset[str]
     unenforced: tuple[str, ...]
@@ -172,9 +173,11 @@ class MachineSandbox(InProcess):
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        """Ends all machines."""
-        self.machines.close()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """Ends all machines, and the threads that waited for them also where that raises."""
+        try:
+            self.machines.close()
+        finally:
+            self._threads.shutdown(wait=True, cancel_futures=True)
 
 
 def _own_state(world: Any) -> None:
