@@ -19,62 +19,34 @@ return are rounding of sums and are set to 0), and ``Credit.informative`` is Fal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from branchpoint.tree import Array, Segments, seal
+from branchpoint.baselines import Gigpo, Ppo, TreeGrpo, VinePpo
+from branchpoint.credit import (
+    Credit,
+    Fraction,
+    Strategy,
+    full_returns,
+    leaf_returns,
+    leafwise,
+    leave_one_out_difference,
+    mean,
+    refuse_look_ahead,
+    rounded,
+    trained_mass,
+)
+from branchpoint.tree import Array, Segments
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-ROUNDING = 1e-12
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Credit:
-    """What each token of ``Segments`` receives (all [N], 0 where not sampled or not trained).
-
-    ``up`` >= 0 and ``down`` <= 0 are kept apart because a token shared by several leaves may be pushed both ways and
-    PPO clips the two directions differently. ``share`` is the token's weight in KL, entropy and the normaliser: the
-    shares of one depth sum to at most 1, except where an estimator gives every token the share 1 (``bpo`` with
-    ``normaliser`` sum). ``informative``: whether anything but zero was given (a group whose members all scored alike
-    carries no signal). Read-only.
-    """
-
-    up: Array
-    down: Array
-    share: Array
-
-    def __post_init__(self) -> None:
-        seal(self)
-        for name in ("up", "down", "share"):
-            value = getattr(self, name)
-            if value.ndim != 1 or not np.all(np.isfinite(value)):
-                raise ValueError(f"credit.{name} must be a finite vector")
-        if np.any(self.up < 0) or np.any(self.down > 0) or np.any(self.share < 0):
-            raise ValueError("credit needs up >= 0, down <= 0 and share >= 0")
-
-    @property
-    def informative(self) -> bool:
-        return bool(np.any(self.up) or np.any(self.down))
-
-    @staticmethod
-    def of(segments: Segments, advantage: Array, weight: Array) -> Credit:
-        """One advantage A and one weight w a segment: up = w max(A, 0), down = w min(A, 0), share = w."""
-        w = np.where(segments.trained, weight, 0.0)
-        return Credit(
-            up=segments.to_tokens(w * np.maximum(advantage, 0.0)),
-            down=segments.to_tokens(w * np.minimum(advantage, 0.0)),
-            share=segments.to_tokens(w),
-        )
+__all__ = [
+    "Bpo", "Credit", "DrGrpo", "Estimator", "Gigpo", "Grpo", "Ppo", "Reinforce", "Rloo", "Tree", "TreeGrpo", "VinePpo",
+    "full_returns", "trained_mass",
+]  # fmt: skip
 
 
-class _Strategy(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Reinforce(_Strategy):
+class Reinforce(Strategy):
     """Plain policy gradient: g = sum_e w_e U_e S_e, w_e the mass. No baseline.
 
     Williams 1992; for trees, the case b = 0 of :class:`Tree`. Shapes: U, w [S]. Unbiased for predictable forks.
@@ -85,11 +57,11 @@ class Reinforce(_Strategy):
 
     def credit(self, segments: Segments) -> Credit:
         """[N] credit. Raises ValueError when a fork looked ahead."""
-        _refuse_look_ahead(segments, self.kind)
+        refuse_look_ahead(segments, self.kind)
         return Credit.of(segments, segments.mean_up(segments.reward), trained_mass(segments))
 
 
-class Rloo(_Strategy):
+class Rloo(Strategy):
     """Leave-one-out over the leaves: A_l = R_l - mean of R over the other leaves; each leaf weighs 1/L.
 
     Kool et al. 2019, Ahmadian et al. 2024. All tokens on the path of leaf l receive A_l; a token shared by several
@@ -102,11 +74,11 @@ class Rloo(_Strategy):
 
     def credit(self, segments: Segments) -> Credit:
         """[N] credit."""
-        returns = _leaf_returns(segments)
-        return _leafwise(segments, _rounded(_leave_one_out_difference(returns), returns))
+        returns = leaf_returns(segments)
+        return leafwise(segments, rounded(leave_one_out_difference(returns), returns))
 
 
-class DrGrpo(_Strategy):
+class DrGrpo(Strategy):
     """Group mean, own return included, no standard deviation: A_l = R_l - mean R; each leaf weighs 1/L.
 
     Liu et al. 2025 ("Dr. GRPO"). On a flat group exactly (1 - 1/L) times :class:`Rloo`; a single leaf gives 0.
@@ -117,11 +89,11 @@ class DrGrpo(_Strategy):
 
     def credit(self, segments: Segments) -> Credit:
         """[N] credit."""
-        returns = _leaf_returns(segments)
-        return _leafwise(segments, _rounded(returns - _mean(returns), returns))
+        returns = leaf_returns(segments)
+        return leafwise(segments, rounded(returns - mean(returns), returns))
 
 
-class Grpo(_Strategy):
+class Grpo(Strategy):
     """A_l = (R_l - mean R) / (std R + eps), std with L - 1; each leaf weighs 1/L. A single leaf gives 0.
 
     Shao et al. 2024; std and eps as in TRL (1e-4, added to the std).
@@ -134,13 +106,13 @@ class Grpo(_Strategy):
 
     def credit(self, segments: Segments) -> Credit:
         """[N] credit."""
-        returns = _leaf_returns(segments)
-        centred = _rounded(returns - _mean(returns), returns)
+        returns = leaf_returns(segments)
+        centred = rounded(returns - mean(returns), returns)
         spread = float(np.std(returns, ddof=1)) if len(returns) > 1 else 0.0
-        return _leafwise(segments, centred / (spread + self.eps))
+        return leafwise(segments, centred / (spread + self.eps))
 
 
-class Bpo(_Strategy):
+class Bpo(Strategy):
     """Branching Policy Optimization as published (arXiv 2607.14171), for comparison.
 
     Eq. 3: at a fork with K siblings (the parent's own continuation is sibling 0), A^(i) = R^(i) - mean of the other R;
@@ -166,7 +138,7 @@ class Bpo(_Strategy):
 
     def credit(self, segments: Segments) -> Credit:
         """[N] credit."""
-        advantage = _rounded(self._advantage(segments), segments.sum_down(segments.reward))
+        advantage = rounded(self._advantage(segments), segments.sum_down(segments.reward))
         size = {
             "sum": 1.0,
             "leaves": max(1.0, float(np.sum(segments.leaf & segments.trained))),
@@ -192,7 +164,7 @@ class Bpo(_Strategy):
         return advantage
 
 
-class Tree(_Strategy):
+class Tree(Strategy):
     """The unbiased tree estimator, and the default.
 
     g = sum_e w_e (P_e + U_e - beta b_e) S_e, w_e the mass, and b_e a mixture of leave-one-out means of full returns:
@@ -218,9 +190,9 @@ class Tree(_Strategy):
 
     def credit(self, segments: Segments) -> Credit:
         """[N] credit. Raises ValueError when a fork looked ahead."""
-        _refuse_look_ahead(segments, self.kind)
+        refuse_look_ahead(segments, self.kind)
         full = full_returns(segments)
-        advantage = _rounded(full - self.baseline_scale * self.baseline(segments, full), full)
+        advantage = rounded(full - self.baseline_scale * self.baseline(segments, full), full)
         return Credit.of(segments, advantage, trained_mass(segments))
 
     def baseline(self, segments: Segments, full: Array) -> Array:
@@ -246,78 +218,9 @@ class Tree(_Strategy):
         return self.gamma
 
 
-Estimator = Annotated[Reinforce | Rloo | Grpo | DrGrpo | Bpo | Tree, Field(discriminator="kind")]
-
-
-def full_returns(segments: Segments) -> Array:
-    """[S] P_e + U_e: the rewards before the segment plus its return-to-go. The return R at a leaf."""
-    before = segments.sum_down(segments.reward) - segments.reward
-    return before + segments.mean_up(segments.reward)
-
-
-def trained_mass(segments: Segments) -> Array:
-    """[S] the product over the path of one over the number of siblings that lead to something trained.
-
-    Equal to ``segments.mass`` when all branches are trained. Value-only siblings take no weight: which branches are
-    trained is part of the design, so the weights of the others are known beforehand and still sum to 1.
-    """
-    carries = (segments.sum_up(segments.trained.astype(float)) > 0).tolist()
-    parent = segments.parent.tolist()
-    count = [0] * len(parent)
-    for s in range(1, len(parent)):
-        count[parent[s]] += carries[s]
-    mass = [1.0] * len(parent)
-    for s in range(1, len(parent)):
-        mass[s] = mass[parent[s]] / count[parent[s]] if carries[s] else 0.0
-    return np.array(mass)
-
-
-def _refuse_look_ahead(segments: Segments, kind: str) -> None:
-    if np.any(np.isnan(segments.propensity)):
-        raise ValueError(
-            f"estimator {kind!r} is unbiased only for forks chosen from the history before them, but this tree has"
-            " forks that were chosen after their parent had finished (fork.propensity is None): whether a step is"
-            " selected then depends on its action and return. Use a predictable scheduler (fixed, threshold, random,"
-            " equally_spaced), or estimator 'bpo' if the bias is what you want to study"
-        )
-
-
-def _rounded(difference: Array, returns: Array) -> Array:
-    """``difference`` with what is only rounding of the returns set to 0."""
-    scale = float(np.max(np.abs(returns), initial=0.0))
-    return np.where(np.abs(difference) <= ROUNDING * scale, 0.0, difference)
-
-
-def _mean(values: Array) -> float:
-    return float(np.mean(values)) if len(values) else 0.0
-
-
-def _leave_one_out_difference(values: Array) -> Array:
-    """x_i - mean of the others; 0 for a single value."""
-    n = len(values)
-    return (values - _mean(values)) * (n / (n - 1)) if n > 1 else np.zeros(n)
-
-
-def _leaf_returns(segments: Segments) -> Array:
-    """[L] the full returns of the leaves."""
-    return segments.sum_down(segments.reward)[segments.leaf]
-
-
-def _leafwise(segments: Segments, advantage: Array) -> Credit:
-    """Credit from one advantage a leaf [L]: of every token, the sums over the leaves below; each weighs 1/L."""
-    trained = segments.trained[segments.leaf]
-    w = trained / max(1, int(np.sum(trained)))
-
-    def tokens(values: Array) -> Array:
-        spread = np.zeros(len(segments.leaf))
-        spread[segments.leaf] = values
-        return segments.to_tokens(segments.sum_up(spread) * segments.trained)
-
-    return Credit(
-        up=tokens(w * np.maximum(advantage, 0.0)),
-        down=tokens(w * np.minimum(advantage, 0.0)),
-        share=tokens(w),
-    )
+Estimator = Annotated[
+    Reinforce | Rloo | Grpo | DrGrpo | Bpo | Tree | Ppo | VinePpo | Gigpo | TreeGrpo, Field(discriminator="kind")
+]
 
 
 def _local_advantage(segments: Segments) -> Array:
@@ -332,5 +235,5 @@ def _local_advantage(segments: Segments) -> Array:
     for children in segments.children():
         group = [c for c in children if int(segments.branch[c]) in own]
         if len(group) > 1:
-            local[group] = _leave_one_out_difference(np.array([own[int(segments.branch[c])] for c in group]))
+            local[group] = leave_one_out_difference(np.array([own[int(segments.branch[c])] for c in group]))
     return local
