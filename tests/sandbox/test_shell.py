@@ -210,7 +210,7 @@ def test_reading_and_writing_stay_inside(machine: Any) -> None:
     assert not Path("/root/x/y").exists()
     machine.write("relative", b"")
     assert machine.read("/relative") == b""
-    with pytest.raises(OSError, match="(?i)read-only"):
+    with pytest.raises(OSError, match=r"(?i)read-only"):
         machine.write("/usr/x", b"1")
     with pytest.raises(OSError):
         machine.write("/tmp/p", b"1")

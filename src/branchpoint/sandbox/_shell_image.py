@@ -95,7 +95,7 @@ class Images:
                 raise UserError(f"image.binds: {source} (for {name}) is not there")
             need = 0o5 if Path(source).is_dir() else 0o4
             if self.owner is not None and Path(source).stat().st_mode & need != need:
-                raise UserError(f"image.binds: {source} is closed to the user that commands run as; chmod o+rX {source}")
+                raise UserError(f"image.binds: {source} is closed to the user of commands; chmod o+rX {source}")
         for name in (*image.trees, *image.binds, image.workdir):
             if not name.startswith("/") or ".." in name.split("/") or "\0" in name:
                 raise UserError(f"image: {name!r} is no absolute path of a machine")
