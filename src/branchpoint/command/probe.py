@@ -7,21 +7,15 @@ as JSON into the folder ``probe`` of the run.
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterator
-
     from rich.console import Console
 
-    from branchpoint.train import Course, Run
-    from branchpoint.tree import RolloutTree
-    from branchpoint.world import Task
+    from branchpoint.command.bench import Bench
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,136 +45,6 @@ def probe(a: argparse.Namespace, console: Console) -> int:
     return PROBES[a.what].run(a, console)
 
 
-# --- what every probe needs ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """A model at rest with everything around it. ``update``: of the checkpoint; None for a model that a config made."""
-
-    run: Run
-    update: int | None
-    say: Callable[[str], None]
-
-    def prompts(self, count: int) -> list[tuple[Course, Task]]:
-        """The first tasks of the shuffled training split, each environment its share. Raises ProbeError."""
-        from branchpoint.noise import Noise
-        from branchpoint.probe.trace import ProbeError
-        from branchpoint.train import pick
-
-        least = len(self.run.courses)
-        if count < least:
-            raise ProbeError(f"--prompts: {count} is less than one for each of {least} environments")
-        picks = pick(self.run.courses, count, 1, Noise(self.run.config.seed))
-        if len({(course.name, task.id) for course, task in picks}) < count:
-            raise ProbeError(f"--prompts: fewer than {count} training tasks; widen envs.N.train, or ask for fewer")
-        return picks
-
-    def earlier(self) -> list[RolloutTree]:
-        """The trees of the update that made the checkpoint: what a scheduler may learn from. Empty when there are
-        none."""
-        from branchpoint.store import read_trees
-
-        file = self.run.folder.trees_file(self.update or 0)
-        return list(read_trees(file)) if file.exists() else []
-
-    def play(self, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-        """What ``work`` returns; the sandbox and the policies are closed afterwards, whatever comes of it."""
-
-        async def and_close() -> dict[str, Any]:
-            try:
-                return await work
-            finally:
-                await self.run.close()
-
-        return asyncio.run(and_close())
-
-    def write(self, name: str, result: dict[str, Any]) -> Path:
-        """The result as JSON in the run's folder, in one step; returns the file."""
-        from branchpoint.command.build import versions
-        from branchpoint.store import write_json
-
-        at = "" if self.update is None else f"-{self.update:06d}"
-        file = self.run.folder.path / "probe" / f"{name}{at}.json"
-        write_json(file, {"checkpoint": self.update, "versions": versions()} | result)
-        return file
-
-
-@contextmanager
-def bench(a: argparse.Namespace, console: Console) -> Iterator[Bench]:
-    """The parts of a run at one checkpoint, its folder locked; :meth:`Bench.play` closes them. Raises StoreError or
-    ProbeError for a folder that holds none, and ConfigError."""
-    from branchpoint import config as configs
-    from branchpoint.command import build
-    from branchpoint.command.screen import Screen
-    from branchpoint.store import RunFolder
-
-    screen = Screen(console, 0)
-    if a.place.is_dir() or not a.place.suffix:
-        config, folder, update = _checkpoint(a.place, a.checkpoint, a.overrides)
-    else:
-        config = configs.load(a.place, a.overrides)
-        folder, update = _unused(RunFolder(config.run)), None
-    with folder.locked():
-        run = build.run(config, build.courses(config), folder, screen.say, screen.warm_start, learns=False)
-        _same_shape(config, run.learner.model)
-        yield Bench(run, update, screen.say)
-
-
-def _checkpoint(place: Path, update: int | None, overrides: list[str]) -> tuple[Any, Any, int]:
-    """Config, folder and update of a run's checkpoint."""
-    from branchpoint import config as configs
-    from branchpoint.store import RunFolder, StoreError
-
-    class Then(RunFolder):
-        """The folder as it was when the checkpoint was the newest."""
-
-        def checkpoints(self) -> list[int]:
-            return [u for u in super().checkpoints() if u <= chosen]
-
-    folder = RunFolder(place)
-    if not folder.started:
-        raise StoreError(f"{place}: not a run folder (no config.yaml in it); give a run folder or a .yaml file")
-    done = folder.checkpoints()
-    if not done:
-        raise StoreError(f"{place}: half-written, it holds no complete checkpoint; go on with train --resume")
-    chosen = done[-1] if update is None else update
-    if chosen not in done:
-        raise StoreError(f"{place}: holds no checkpoint of update {chosen}; it holds {', '.join(map(str, done))}")
-    folder.load_state(chosen)
-    return configs.load(place / "config.yaml", overrides), Then(place), chosen
-
-
-def _unused(folder: Any) -> Any:
-    from branchpoint.store import StoreError
-
-    if folder.started or folder.checkpoints():
-        raise StoreError(f"{folder.path} holds a run: give that folder, or another one with run=...")
-    return folder
-
-
-def _same_shape(config: Any, model: Any) -> None:
-    """Raises ProbeError when the checkpoint is a model of another shape than the config says."""
-    from branchpoint.policy.small import Sizes
-    from branchpoint.probe.trace import ProbeError
-
-    adapter = hasattr(model, "peft_config")
-    if adapter != (config.model.lora is not None):
-        held, asked = ("an adapter", "none") if adapter else ("a whole model", "an adapter (model.lora)")
-        raise ProbeError(f"checkpoint of another architecture: it holds {held}, the config asks for {asked}")
-    if config.model.name != "small":
-        return
-    sizes, found = Sizes(**config.model.size), model.config
-    fields = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
-              "hidden": "intermediate_size"}  # fmt: skip
-    for name, theirs in fields.items():
-        if getattr(found, theirs, None) != getattr(sizes, name):
-            raise ProbeError(
-                f"checkpoint of another architecture: {found.model_type} with {theirs} = "
-                f"{getattr(found, theirs, None)}, the config says model.size.{name} = {getattr(sizes, name)}"
-            )
-
-
 # --- gradient -----------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +60,8 @@ def _gradient_arguments(parser: argparse.ArgumentParser) -> None:
 
 def gradient(a: argparse.Namespace, console: Console) -> int:
     """Measure the gradient's variance in every design; print a table and write the result."""
+    from branchpoint.command.bench import bench
+
     with bench(a, console) as at:
         result = at.play(_gradient(a, at))
         file = at.write("gradient", result)
@@ -228,8 +94,9 @@ def gradient_table(result: dict[str, Any]) -> Any:
     table = Table(
         title=f"Gradient: {result['groups']} groups of each of {len(result['prompts'])} prompts", expand=False
     )
-    for name in ("design", "trace", result["column"], f"at equal cost, {level}", "|E g|²", "with a signal"):
-        table.add_column(name, justify="left" if name == "design" else "right")
+    table.add_column("design", overflow="fold")
+    for name in ("trace", result["column"], f"at equal cost, {level}", "|E g|²", "signal"):
+        table.add_column(name, justify="right")
     ratios = {r["design"]: r["at_equal_cost"] for r in result["ratios"]}
     for d in result["designs"]:
         trace = d["trace"]
@@ -249,6 +116,67 @@ def gradient_table(result: dict[str, Any]) -> Any:
     return table
 
 
+# --- fidelity -----------------------------------------------------------------------------------------------------
+
+
+def _fidelity_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--siblings", type=int, default=4, metavar="N", help="restored in each session (default: 4)")
+    parser.add_argument("--permutations", type=int, default=999, metavar="N", help="of each test (default: 999)")
+    parser.add_argument("--level", type=float, default=0.05, help="of the tests together (default: 0.05)")
+
+
+def fidelity(a: argparse.Namespace, console: Console) -> int:
+    """Test the run's environments in its sandbox; 0 when no test found anything, else 1."""
+    from branchpoint.command.bench import bench
+
+    with bench(a, console) as at:
+        result = at.play(_fidelity(a, at))
+        file = at.write("fidelity", result)
+    console.print(fidelity_text(result), highlight=False, markup=False)
+    console.print(f"{file}", highlight=False)
+    return 1 if result["caught"] else 0
+
+
+async def _fidelity(a: argparse.Namespace, at: Bench) -> dict[str, Any]:
+    from branchpoint.command import build
+    from branchpoint.noise import Noise
+    from branchpoint.probe.fidelity import fidelity
+    from branchpoint.probe.restore import Question
+
+    prompts = at.prompts(a.prompts)
+    question = Question(
+        at.run.policy,
+        lambda: build.sandbox(at.run.config, at.say),
+        [(course.make, task) for course, task in prompts],
+        at.run.config.limits,
+        a.siblings,
+    )
+    found = await fidelity(question, Noise(a.seed, a.seed).child("fidelity"), a.level, a.permutations, at.say)
+    return found.as_dict() | {"prompts": [t.id for _, t in prompts], "seed": a.seed}
+
+
+def fidelity_text(result: dict[str, Any]) -> str:
+    """What a person reads: each test, and what it found."""
+    names = {"sessions": "leaks within a session", "backbone": "backbone against siblings", "cross-talk": "cross-talk"}
+    differ = len(result["differences"])
+    lines = [
+        f"{result['siblings']} siblings of {result['snapshots']} snapshots in two sessions each",
+        f"replay: {differ} of {result['replays']} were answered differently",
+        *(f"  {line}" for line in result["differences"][:3]),
+        *(f"{names[n]}: {t['estimate']:+.3g}, p = {t['p']:.3g}" for n, t in result["tests"].items()),
+        f"luck after the snapshot, same actions: variance {result['luck']:.3g}",
+        *result["remarks"],
+    ]
+    if result["failed"]:
+        lines.append(f"{result['failed']} rollouts failed; their sessions are left out")
+    caught = ", ".join(result["caught"])
+    return "\n".join([*lines, f"not faithful: {caught}" if caught else "faithful as far as these tests see"])
+
+
 PROBES: dict[str, Probe] = {
     "gradient": Probe("the variance of the gradient in several designs, at equal cost", _gradient_arguments, gradient),
+    "fidelity": Probe(
+        "whether restored snapshots are worlds of their own, equal to the frozen one", _fidelity_arguments, fidelity
+    ),
 }
+"""What can be measured, by name."""
