@@ -37,6 +37,7 @@ BENCHMARKS = {
     "pack": Benchmark("pack.py", "pack.json", 60),
     "generate": Benchmark("generate.py", "generate.json", 60),
     "fork": Benchmark("fork.py", "fork.json", 60),
+    "shell": Benchmark("shell.py", "shell.json", 60),
     "alfworld": Benchmark("alfworld_branches.py", "alfworld.json", 60),
     "alfworld-speed": Benchmark("alfworld_speed.py", "alfworld_speed.json", 60),
     "environments": Benchmark("environments.py", "environments.json", 30),
