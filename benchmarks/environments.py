@@ -2,12 +2,15 @@
 
     OMP_NUM_THREADS=1 python benchmarks/environments.py --out benchmarks/baselines/environments.json
 
-``steps_per_second``: calls of ``reset`` and ``step`` of whole episodes in this process, by wall clock, building worlds
-not counted. Actions are drawn evenly from those that the world lists; where it lists none (``actions: expert``), they
-are the expert's, whose thinking is not counted. ``fork_ms``: one snapshot and one restore through the ``process``
-sandbox, the default of a run, in the middle of an episode; ``kind`` says whether that forked a process or repeated the
-history. ``state_ms``: the same through the ``state`` sandbox, where the world saves its own state. Medians of
-``--rounds`` rounds, with the least and the most. ``tasks``: how many each split holds.
+``steps_per_second``: calls of ``reset`` and ``step`` of whole episodes in this process, building worlds not counted, by
+processor time, and by wall clock, which other work on the machine lengthens (worlds in Java are there to be judged by
+wall clock alone). Actions are drawn evenly from those that the world lists; where it lists none (``actions: expert``),
+they are the expert's, whose thinking is not counted. ``fork_ms``: one snapshot and one restore through the ``process``
+sandbox, the default of a run, in the middle of an episode, by wall clock; ``kind`` says whether that forked a process
+or repeated the history. ``own_ms``: the same in this process, through the ``state`` sandbox where the world saves its
+own state, else, for what a process cannot fork, through ``replay``. Medians of ``--rounds`` rounds, with the least and
+the most. ``tasks``: how many each split holds. A world is open all the time, so that what worlds share (a Java process)
+is started once.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,8 @@ from branchpoint.env.backoffice import DEMO
 from branchpoint.noise import Noise
 from branchpoint.sandbox.forkserver import ForkServer
 from branchpoint.sandbox.inprocess import InProcess
-from branchpoint.world import Sandbox, Step, Task, settle
+from branchpoint.sandbox.replay import Replay
+from branchpoint.world import Sandbox, Step, Task, World, settle
 from report import report
 
 
@@ -37,7 +42,7 @@ class Case:
     """What is played: an environment under some dials, the split, and how many steps lie before the fork."""
 
     env: str
-    dials: dict[str, Any] = field(default_factory=dict)
+    dials: Mapping[str, Any] = field(default_factory=dict)
     depth: int = 3
     split: str = "train"
     others: tuple[str, ...] = ("validation", "test")
@@ -62,28 +67,39 @@ CASES = {
 TASKS = 3
 
 
+class Clock:
+    """Adds up processor and wall time of the calls it makes."""
+
+    def __init__(self) -> None:
+        self.calls, self.processor, self.wall = 0, 0.0, 0.0
+
+    def time(self, call: Callable[[], Step]) -> Step:
+        processor, wall = time.process_time(), time.perf_counter()
+        result = call()
+        self.processor += time.process_time() - processor
+        self.wall += time.perf_counter() - wall
+        self.calls += 1
+        return result
+
+
 def actor(task: Task, listed: bool, luck: random.Random) -> Callable[[Step], str]:
     """Draws from what is listed, or asks the expert."""
     return (lambda step: luck.choice(step.actions)) if listed else envs.expert(task).act
 
 
-def rate(tasks: tuple[Task, ...], listed: bool, seconds: float, luck: random.Random) -> float:
-    """Calls of ``reset`` and ``step`` a second, over episodes that add up to ``seconds``."""
-    spent, calls, episode = 0.0, 0, 0
-    while spent < seconds:
+def rate(tasks: tuple[Task, ...], listed: bool, seconds: float, luck: random.Random) -> tuple[float, float]:
+    """Calls of ``reset`` and ``step`` a second by processor time and by wall clock, over episodes that add up to
+    ``seconds``."""
+    clock, episode = Clock(), 0
+    while clock.wall < seconds:
         task = tasks[episode % len(tasks)]
         world, act = envs.make(task.root)(task), actor(task, listed, luck)
         episode += 1
-        start = time.perf_counter()
-        step = world.reset()
-        spent, calls = spent + time.perf_counter() - start, calls + 1
-        while not (step.done or step.truncated) and spent < 2 * seconds:
-            action = act(step)
-            start = time.perf_counter()
-            step = world.step(action)
-            spent, calls = spent + time.perf_counter() - start, calls + 1
+        step = clock.time(world.reset)
+        while not (step.done or step.truncated) and clock.wall < 2 * seconds:
+            step = clock.time(partial(world.step, act(step)))
         world.close()
-    return calls / spent
+    return clock.calls / clock.processor, clock.calls / clock.wall
 
 
 def opening(task: Task, depth: int) -> tuple[bool, bool, list[str]]:
@@ -127,26 +143,41 @@ def summary(numbers: list[float]) -> dict[str, float]:
     return {"median": statistics.median(numbers), "least": min(numbers), "most": max(numbers)}
 
 
+def warm(tasks: tuple[Task, ...]) -> World:
+    """A world to be left open. Whatever tasks do once is done: imports, making games."""
+    world = envs.make(tasks[0].root)(tasks[0])
+    for task in tasks:
+        other = envs.make(task.root)(task)
+        other.reset()
+        other.close()
+    return world
+
+
 def measure(case: Case, rounds: int, seconds: float, cache: str) -> dict[str, Any]:
     """All figures of one environment. ``cache``: where TextWorld keeps the games it makes, so as to make each once."""
-    dials = case.dials | ({"cache": cache} if case.env == "textworld" else {})
+    dials: dict[str, Any] = dict(case.dials) | ({"cache": cache} if case.env == "textworld" else {})
     tasks = envs.tasks(case.env, case.split, TASKS, **dials)
+    open_ = warm(tasks)
     listed, stateful, actions = opening(tasks[0], case.depth)
-    rate(tasks, listed, seconds / 10, random.Random(0))  # imports, and what worlds keep for each other
-    rates, forks, copies, said = [], list[float](), list[float](), list[str]()
+    rates, forks, own, said = [], list[float](), list[float](), list[str]()
     for number in range(rounds):
         rates.append(rate(tasks, listed, seconds, random.Random(number)))
         server = ForkServer(preload=envs.preload(case.env, case.dials), unforkable="replay", say=said.append)
-        forks.append(statistics.median(asyncio.run(fork(server, tasks[0], actions, 9))))
-        if stateful:
-            copies.append(statistics.median(asyncio.run(fork(InProcess("state"), tasks[0], actions, 9))))
-    counts = {split: len(envs.tasks(case.env, split, **case.dials)) for split in (case.split, *case.others)}
+        forks.append(statistics.median(asyncio.run(fork(server, tasks[0], actions, 5))))
+        if stateful or said:
+            local = InProcess("state") if stateful else Replay()
+            own.append(statistics.median(asyncio.run(fork(local, tasks[0], actions, 9))))
+    open_.close()
+    counts = {split: len(envs.tasks(case.env, split, **dials)) for split in (case.split, *case.others)}
     return {
         "actions": "random" if listed else "expert",
-        "steps_per_second": summary(rates),
+        "steps_per_second": {
+            "by_processor": summary([processor for processor, _ in rates]),
+            "by_wall": summary([wall for _, wall in rates]),
+        },
         "kind": "replay" if said else "fork",
         "fork_ms": summary(forks),
-        "state_ms": summary(copies) if copies else None,
+        "own_ms": summary(own) if own else None,
         "steps_before_the_fork": len(actions),
         "tasks": counts,
     }
