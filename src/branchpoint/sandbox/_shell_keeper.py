@@ -31,6 +31,10 @@ from branchpoint.sandbox import _shell_mount as mount
 
 LARGEST = 1 << 17
 STORES = "k"  # holds a file system, or a folder, for the layers of each machine
+_DEVICES = "dev"
+FOLDERS = (STORES, _DEVICES)
+"""What the folder that a keeper works in must hold."""
+_NETWORKS = 4  # that are made while there is nothing else to do: one takes milliseconds
 _ROOT = "/tmp"  # where a child puts a machine's root in its own mount namespace: a place that every system has
 _MODE = 0o755
 _INSIDE = 1000  # user and group id of commands, as they see it
@@ -61,6 +65,8 @@ class Keeper:
         self.watched: dict[int, Callable[[], None]] = {}
         self.calls: dict[int, Call] = {}  # by bubblewrap's process id
         self.known: set[int] = set()  # children whose end is waited for
+        self.networks: list[int] = []  # that no machine has yet
+        self.machines: dict[str, int] = {}  # network of each
         self.groups = cgroup.groups(cgroup.Bounds(**settings["bounds"]))
         self._enter()
 
@@ -80,6 +86,7 @@ class Keeper:
             if not _keeps_attributes(STORES):
                 mount.detach(STORES)
                 self.memory = False
+        mount.make_devices(_DEVICES)
 
     def serve(self) -> None:
         """Answers until the other end is closed or the trainer has ended."""
@@ -90,7 +97,9 @@ class Keeper:
         )
         try:
             while True:
-                ready = [fd for fd, _ in self.poll.poll()]
+                ready = [fd for fd, _ in self.poll.poll(0 if len(self.networks) < _NETWORKS else None)]
+                if not ready:
+                    self.networks.append(mount.network())
                 # New requests last: they take descriptors that what ends before them has closed.
                 for fd in sorted(ready, key=lambda fd: fd == self.control.fileno()):
                     if fd in self.watched:
@@ -159,6 +168,8 @@ class Keeper:
     def do_drop(self, order: dict[str, Any], reply: socket.socket, fds: Sequence[int]) -> None:
         """Removes a machine's store, or its control group alone while its layers are in use."""
         self.groups.remove(order["machine"])
+        if (network := self.machines.pop(order["machine"], None)) is not None:
+            os.close(network)
         if order["store"]:
             place = f"{STORES}/{order['machine']}"
             with suppress(OSError):
@@ -260,6 +271,8 @@ class Keeper:
         """Starts a command. Descriptors: standard input, output, and what shells tell."""
         machine = order["machine"]
         place = self._store(machine, order["bytes"], order["inodes"])
+        if machine not in self.machines and self.networks:
+            self.machines[machine] = self.networks.pop()
         info, told = os.pipe()
         counts = self.groups.counts(machine)
         pid = os.fork()
@@ -279,9 +292,14 @@ class Keeper:
         """Turns this child into bubblewrap."""
         self.groups.enter(order["machine"])
         mount.unshare(mount.NEWNS)
+        devices = mount.read_only(_DEVICES, devices=True)
         missing = self._root(place, order["lowers"], order["binds"])
+        mount.attach_devices(f"{_ROOT}/dev", devices, order["shm"])
         if self.memory:
             mount.detach(STORES)
+        network = self.machines.get(order["machine"])
+        if network is not None:
+            mount.enter(network)
         for inside in missing:
             os.write(fds[1], f"sandbox: {inside} is not there: its folder was moved away\n".encode())
         for target, source in enumerate((fds[0], fds[1], fds[1])):
@@ -297,7 +315,7 @@ class Keeper:
             os.setgroups([])
             os.setresgid(self.user, self.user, self.user)
             os.setresuid(self.user, self.user, self.user)
-        command = [self.bwrap, *_BWRAP, "--size", str(order["shm"]), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        command = [self.bwrap, *_BWRAP, *(() if network is not None else ("--unshare-net",))]
         for key, value in order["environment"].items():
             command += ["--setenv", key, value]
         os.execv(self.bwrap, [*command, "--info-fd", str(info), "--", *order["command"]])
@@ -346,9 +364,9 @@ class Keeper:
 
 _BWRAP = (
     "--unshare-user", "--uid", str(_INSIDE), "--gid", str(_INSIDE), "--disable-userns",
-    "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
+    "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
     "--hostname", "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL",
-    "--bind", _ROOT, "/", "--proc", "/proc", "--dev", "/dev", "--clearenv", "--chdir", "/",
+    "--dev-bind", _ROOT, "/", "--proc", "/proc", "--clearenv", "--chdir", "/",
 )  # fmt: skip
 
 

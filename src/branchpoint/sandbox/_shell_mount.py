@@ -7,10 +7,13 @@ of Linux 5.2 takes each layer by itself: ``mount(2)`` cuts a list of layers off 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import socket
+import struct
 from collections.abc import Sequence
 
-NEWNS, NEWUSER = 0x00020000, 0x10000000
+NEWNS, NEWUSER, NEWNET = 0x00020000, 0x10000000, 0x40000000
 LOWERS = 500  # more layers than these the kernel refuses
 
 _C = ctypes.CDLL(None, use_errno=True)
@@ -23,6 +26,12 @@ _FROM_FD, _TO_FD = 0x4, 0x40
 _RDONLY, _NOSUID, _NODEV = 0x1, 0x2, 0x4
 _REC, _PRIVATE, _DETACH = 0x4000, 0x40000, 2
 _SUBREAPER = 36
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # of a network device
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_LINKS = {
+    "fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2",
+    "ptmx": "pts/ptmx",
+}  # fmt: skip
 
 
 class _Attr(ctypes.Structure):
@@ -88,21 +97,66 @@ def overlay(lowers: Sequence[str], upper: str = "", work: str = "") -> int:
     return _mounted("overlay", settings, _NOSUID | _NODEV)
 
 
-def memory(size: int, inodes: int) -> int:
+def memory(size: int, inodes: int, mode: int = 0o711) -> int:
     """A file system in memory that holds ``size`` bytes and ``inodes`` files, as a descriptor."""
-    settings = [("source", "branchpoint"), ("size", str(size)), ("nr_inodes", str(inodes)), ("mode", "0711")]
+    settings = [("source", "branchpoint"), ("size", str(size)), ("nr_inodes", str(inodes)), ("mode", f"{mode:o}")]
     return _mounted("tmpfs", settings, _NOSUID | _NODEV)
 
 
-def read_only(path: str) -> int:
+def read_only(path: str, devices: bool = False) -> int:
     """A file or folder with what is mounted below it, for reading alone, as a descriptor; links are followed."""
     tree = _did(_C.syscall(_OPEN_TREE, _HERE, os.fsencode(path), _CLONE | _CLOEXEC | _RECURSIVE), path)
-    attr = _Attr(_RDONLY | _NOSUID | _NODEV, 0, 0, 0)
+    attr = _Attr(_RDONLY | _NOSUID | (0 if devices else _NODEV), 0, 0, 0)
     _did(
         _C.syscall(_SETATTR, tree, b"", _EMPTY_PATH | _RECURSIVE, ctypes.byref(attr), ctypes.sizeof(attr)),
         f"making {path} read-only",
     )
     return tree
+
+
+def make_devices(place: str) -> None:
+    """Fills a folder with the harmless devices of this computer, once for all machines."""
+    attach(memory(1 << 16, 64, 0o755), place)
+    for name in _DEVICES:
+        path = f"{place}/{name}"
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        attach(read_only(f"/dev/{name}", devices=True), path)
+    for name, target in _LINKS.items():
+        os.symlink(target, f"{place}/{name}")
+    for name in ("pts", "shm"):
+        os.mkdir(f"{place}/{name}")
+
+
+def attach_devices(place: str, tree: int, shared: int) -> None:
+    """Puts the devices at a folder, with terminals and shared memory of its own.
+
+    Args:
+        tree: what :func:`make_devices` made, by :func:`read_only`.
+        shared: bytes of shared memory.
+    """
+    attach(tree, place)
+    terminals = [("source", "branchpoint"), ("ptmxmode", "0666"), ("mode", "620")]
+    attach(_mounted("devpts", terminals, _NOSUID), f"{place}/pts")
+    attach(memory(shared, 1 << 16, 0o1777), f"{place}/shm")
+
+
+def network() -> int:
+    """A new network namespace, in which a loopback device is all there is, as a descriptor."""
+    mine = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    unshare(NEWNET)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            request = struct.pack("16sh14x", b"lo", 0)
+            flags = struct.unpack("16sh14x", fcntl.ioctl(any_socket, _GET_FLAGS, request))[1]
+            fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sh14x", b"lo", flags | _UP))
+        return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        enter(mine)
+        os.close(mine)
+
+
+def enter(namespace: int) -> None:
+    _did(_C.setns(namespace, 0), "setns")
 
 
 def attach(mount: int, place: str | int) -> None:

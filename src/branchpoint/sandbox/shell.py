@@ -104,7 +104,8 @@ class ShellMachines:
         program = _bubblewrap(bwrap)
         self.folder, self._held = _place(folder)
         try:
-            (self.folder / keeper.STORES).mkdir()
+            for name in keeper.FOLDERS:
+                (self.folder / name).mkdir()
             user = _USER if os.getuid() == 0 else None
             self.images = Images(self.folder, user, host)
             self.link = link.Keeper(
@@ -194,7 +195,8 @@ class ShellMachines:
 
     def _tell(self, order: dict[str, Any]) -> None:
         if not self._closed:
-            self.link.ask(order)
+            with suppress(SandboxFailure):  # the keeper has ended, and all that it held with it
+                self.link.ask(order)
 
     def _open(self) -> None:
         if self._closed:
