@@ -155,6 +155,23 @@ def test_a_damaged_pack_is_named(tmp_path: Path) -> None:
         data.read_pack(tmp_path / "none.jsonl.xz", ("id",))
 
 
+def test_damaged_counts_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "containers.json"
+    with pytest.raises(EnvironmentFailure, match=r"containers\.json is missing"):
+        data.read_counts(path)
+    for content, complaint in (
+        ('{"mug": {"sh', "damaged"),
+        ('{"mug": 1}', "counts"),
+        ("[]", "counts"),
+        ("3", "counts"),
+    ):
+        path.write_text(content)
+        with pytest.raises(EnvironmentFailure, match=complaint):
+            data.read_counts(path)
+    path.write_text('{"mug": {"shelf": 2}}')
+    assert data.read_counts(path) == {"mug": {"shelf": 2}}
+
+
 def test_a_pack_is_read_in_blocks_as_it_is_read_whole(tmp_path: Path) -> None:
     rows = [{"id": number, "text": "x" * number} for number in range(7)]
     places = data.write_pack(tmp_path / "p.jsonl.xz", rows, block=3)

@@ -444,3 +444,18 @@ def test_no_action_breaks_a_world(where: tuple[domains.Domain, int], rng: random
         if step.done or step.truncated:
             break
     assert step.reward in (0.0, 1.0)
+
+
+def test_damaged_tables_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "orders.json.xz"
+    for content, complaint in (
+        (lzma.compress(b'{"#W1": {"order_id": "#W1"}}')[:40], "damaged"),
+        (lzma.compress(b'{"#W1": {"status": "open"}}'), "record '#W1' without 'order_id'"),
+        (lzma.compress(b'{"#W1": 1}'), "record '#W1' without 'order_id'"),
+        (lzma.compress(b"[]"), "expected dict"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(EnvironmentFailure, match=complaint):
+            domains._records(path, "order_id")
+    with pytest.raises(EnvironmentFailure, match="is missing"):
+        domains._records(tmp_path / "none.json.xz", "order_id")

@@ -413,6 +413,10 @@ def test_damaged_data_is_named(tmp_path: Path) -> None:
             catalog.read_products(path)
     with pytest.raises(EnvironmentFailure, match="missing"):
         catalog.read_products(tmp_path / "none.xz")
+    for content, message in ((b'{"text": 1}', "not a list"), (b"[1]", "not a list"), (b"[", "not a list")):
+        path.write_bytes(lzma.compress(content))
+        with pytest.raises(EnvironmentFailure, match=message):
+            catalog.read_texts(path)
 
 
 @pytest.mark.parametrize(

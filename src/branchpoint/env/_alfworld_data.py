@@ -118,4 +118,18 @@ def plans() -> Mapping[str, tuple[str, ...]]:
 @functools.cache
 def containers() -> Mapping[str, Mapping[str, int]]:
     """In how many places of training games an object type lay in a receptacle type at the start."""
-    return json.loads((folder() / "containers.json").read_text(encoding="utf-8"))
+    return read_counts(folder() / "containers.json")
+
+
+def read_counts(path: Path) -> Mapping[str, Mapping[str, int]]:
+    """{object type: {receptacle type: count}}. Raises EnvironmentFailure naming the file and what is wrong with it."""
+    try:
+        counts = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EnvironmentFailure(f"ALFWorld file {path.name} is missing from {path.parent}") from None
+    except ValueError as error:
+        raise EnvironmentFailure(f"ALFWorld file {path.name} is damaged ({error}): install the package again") from None
+    rows = counts.values() if isinstance(counts, dict) else [counts]
+    if not all(isinstance(row, dict) and all(isinstance(n, int) for n in row.values()) for row in rows):
+        raise EnvironmentFailure(f"ALFWorld file {path.name} does not hold counts: install the package again")
+    return counts

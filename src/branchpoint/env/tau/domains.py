@@ -18,7 +18,11 @@ from branchpoint.world import EnvironmentFailure
 
 SPLITS: Mapping[str, tuple[str, ...]] = {"retail": ("train", "dev", "test"), "airline": ("test",)}
 _TOOLS: Mapping[str, Tools] = {"retail": retail.TOOLS, "airline": airline.TOOLS}
-_TABLES = {"retail": ("orders", "products", "users"), "airline": ("flights", "reservations", "users")}
+_TABLES = {
+    "retail": {"orders": "order_id", "products": "product_id", "users": "orders"},
+    "airline": {"flights": "flight_number", "reservations": "reservation_id", "users": "reservations"},
+}
+"""The tables of each domain, with a field that each of their records has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +63,7 @@ def load(name: str) -> Domain:
     """A domain. The first call in a process takes a few tenths of a second. Raises EnvironmentFailure."""
     if name not in SPLITS:
         raise EnvironmentFailure(f"no domain {name!r}; known: {', '.join(SPLITS)}")
-    tables = {table: _json(folder() / name / f"{table}.json.xz", dict) for table in _TABLES[name]}
+    tables = {table: _records(folder() / name / f"{table}.json.xz", field) for table, field in _TABLES[name].items()}
     policy = (folder() / name / "policy.md").read_text(encoding="utf-8").strip()
     return Domain(name, tables, _TOOLS[name], policy, grammar(_TOOLS[name]))
 
@@ -77,6 +81,14 @@ def problems(name: str, split: str) -> tuple[Problem, ...]:
 def folder() -> Path:
     """Where the package data lie."""
     return Path(str(files("branchpoint.env") / "data" / "tau"))
+
+
+def _records(path: Path, field: str) -> dict[str, Any]:
+    records = _json(path, dict)
+    for key, record in records.items():
+        if not isinstance(record, dict) or field not in record:
+            raise EnvironmentFailure(f"tau-bench file {path}: record {key!r} without {field!r}")
+    return records
 
 
 def _json(path: Path, kind: type) -> Any:

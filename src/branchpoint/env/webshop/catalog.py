@@ -112,8 +112,15 @@ def numbers() -> Mapping[str, int]:
 @functools.cache
 def human_texts() -> tuple[str, ...]:
     """12,087 instruction texts written by people, without the products they were written for."""
-    path = folder() / "human_texts.json.xz"
+    return read_texts(folder() / "human_texts.json.xz")
+
+
+def read_texts(path: Path) -> tuple[str, ...]:
+    """A JSON list of texts. Raises EnvironmentFailure naming the file and what is wrong with it."""
     try:
-        return tuple(json.loads(_text(path)))
+        texts = json.loads(_text(path))
     except ValueError as error:
         raise EnvironmentFailure(f"WebShop file {path.name}: not a list of texts ({error})") from None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise EnvironmentFailure(f"WebShop file {path.name}: not a list of texts")
+    return tuple(texts)
