@@ -34,6 +34,7 @@ STORES = "k"  # holds a file system, or a folder, for the layers of each machine
 _DEVICES = "dev"
 FOLDERS = (STORES, _DEVICES)
 """What the folder that a keeper works in must hold."""
+_MANY = 64  # stores of machines; a list of mounts that long costs more than to take them away
 _NETWORKS = 4  # that are made while there is nothing else to do: one takes milliseconds
 _ROOT = "/tmp"  # where a child puts a machine's root in its own mount namespace: a place that every system has
 _MODE = 0o755
@@ -65,6 +66,7 @@ class Keeper:
         self.watched: dict[int, Callable[[], None]] = {}
         self.calls: dict[int, Call] = {}  # by bubblewrap's process id
         self.known: set[int] = set()  # children whose end is waited for
+        self.stores = 0
         self.networks: list[int] = []  # that no machine has yet
         self.machines: dict[str, int] = {}  # network of each
         self.groups = cgroup.groups(cgroup.Bounds(**settings["bounds"]))
@@ -172,6 +174,7 @@ class Keeper:
             os.close(network)
         if order["store"]:
             place = f"{STORES}/{order['machine']}"
+            self.stores -= 1
             with suppress(OSError):
                 if self.memory:
                     mount.detach(place)
@@ -185,6 +188,7 @@ class Keeper:
         if not os.path.isdir(f"{place}/u"):
             self.groups.make(machine)
             os.mkdir(place, 0o711)
+            self.stores += 1
             if self.memory:
                 mount.attach(mount.memory(size, inodes), place)
             self._upper(place)
@@ -295,7 +299,7 @@ class Keeper:
         devices = mount.read_only(_DEVICES, devices=True)
         missing = self._root(place, order["lowers"], order["binds"])
         mount.attach_devices(f"{_ROOT}/dev", devices, order["shm"])
-        if self.memory:
+        if self.memory and self.stores > _MANY:
             mount.detach(STORES)
         network = self.machines.get(order["machine"])
         if network is not None:
