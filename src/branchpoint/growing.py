@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from branchpoint.noise import Noise
 from branchpoint.session import Action
 from branchpoint.tree import Branch, Fork, Ints, Stop, Turn
-from branchpoint.watch import Point
+from branchpoint.watch import Point, Role
 from branchpoint.world import BranchFailure, Failure, Snapshot, Step
 
 
@@ -41,6 +42,7 @@ class Growing:
     heirs: int = 0  # siblings that share tokens sampled by this branch (the root group does not)
     rooted: bool = False  # the root group has been started
     frozen: set[int] = field(default_factory=set)  # turns of which a snapshot has been taken
+    judging: asyncio.Task[None] | None = None  # of the newest turn with pilots
 
     @property
     def turn(self) -> int:
@@ -59,6 +61,11 @@ class Growing:
             return 0
         return self.parent.depth + (not at_root(self.point))
 
+    @property
+    def role(self) -> Role:
+        """What the branch is for. Nothing is forked from those that are not trained."""
+        return "trained" if self.point is None else self.point.role
+
     def name(self) -> str | None:
         """The name of the snapshot before the turn to come, if one has been taken."""
         return f"{'.'.join(map(str, self.key)) or 'root'}@{self.turn}" if self.turn in self.frozen else None
@@ -68,8 +75,9 @@ class Growing:
         fork = None
         if self.parent is not None and self.point is not None:
             fork = Fork(ids[id(self.parent)], self.point.turn, self.point.token, self.point.propensity)
+        trained, pilot = self.role == "trained", self.role == "pilot"
         last = (self.left[1],) if self.left is not None and self.left[0] == self.turn else ()
-        return Branch(ids[id(self)], fork, (*self.turns, *last), self.stop, self.failure)
+        return Branch(ids[id(self)], fork, (*self.turns, *last), self.stop, self.failure, trained, pilot)
 
 
 @dataclass(slots=True, eq=False)

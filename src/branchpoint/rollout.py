@@ -17,6 +17,7 @@ from branchpoint.noise import Arm, Noise
 from branchpoint.scheduler import Point, Scheduler, Start, Watch
 from branchpoint.session import Action, Begun, Policy, Session
 from branchpoint.tree import Ints, RolloutTree, Stop
+from branchpoint.watch import Never
 from branchpoint.world import (
     BranchFailure,
     Env,
@@ -213,6 +214,8 @@ class _Tree:
     def _watch(self, b: Growing) -> Watch:
         """The scheduler's eyes on this branch."""
         noise, scheduler = self.noise.child("scheduler", *b.key), self.grower.scheduler
+        if b.role != "trained":
+            return Never()
         if b.point is None:
             return scheduler.watch(noise)
         # Where the scheduler itself forks the single root at its first token, the siblings are forks, not roots.
@@ -234,7 +237,7 @@ class _Tree:
             met, recorded = True, float(np.float32(entropy))  # as the tree keeps it
             points = _new(b, [*self._root_group(b), *watch.meet(turn, recorded)])
             if points:
-                leaving.append(self.tasks.create_task(self._leave(b, env, session, held, observation, points)))
+                leaving.append(self.tasks.create_task(self._leave(b, env, session, held, observation, points, watch)))
 
         try:
             try:
@@ -258,16 +261,39 @@ class _Tree:
 
     def _root_group(self, b: Growing) -> Iterator[Point]:
         """The root group is a fork like any other."""
-        if b.parent is None and self.grower.scheduler.roots > 1:
-            yield Point(0, 0, self.grower.scheduler.roots, 1.0)
+        if b.parent is None:
+            yield from self.grower.scheduler.group()
 
     async def _leave(
-        self, b: Growing, env: Env, session: Session, held: Held, observation: Ints, points: list[Point]
+        self, b: Growing, env: Env, session: Session, held: Held, observation: Ints, points: list[Point], watch: Watch
     ) -> None:
         await self._freeze(b, env, held)
         if held.failure is None:
             b.left = b.turn, unplayed(observation, held.step, b.name())
-            self._fork(b, held, session, points)
+            made = self._fork(b, held, session, points)
+            if pilots := {task: c for c, task in made if c.role == "pilot"}:
+                held.users += 1
+                judging = self._judge(b, watch, held, session.fork(held.start), pilots, b.judging)
+                b.judging = self.tasks.create_task(judging)
+
+    async def _judge(
+        self,
+        b: Growing,
+        watch: Watch,
+        held: Held,
+        context: Session,
+        pilots: dict[asyncio.Task[None], Growing],
+        earlier: asyncio.Task[None] | None,
+    ) -> None:
+        """Fork a turn, or not, once its pilots and those of the turns before have ended. The branch does not wait."""
+        try:
+            await asyncio.wait([*pilots, *([] if earlier is None else [earlier])])
+            ended = [p for p in pilots.values() if p.failure is None]
+            turn = next(p.point.turn for p in pilots.values() if p.point is not None)
+            self._fork(b, held, context, watch.judge(turn, [sum(t.reward for t in p.turns) for p in ended]))
+        finally:
+            context.close()
+            await self._release(held)
 
     async def _act(
         self, b: Growing, session: Session, observation: Ints, step: Step, shared: Ints, begun: Begun | None
@@ -313,8 +339,11 @@ class _Tree:
         b.frozen.add(b.turn)
         self.ledger.snapshots += 1
 
-    def _fork(self, b: Growing, held: Held, session: Session, points: Iterable[Point]) -> None:
+    def _fork(
+        self, b: Growing, held: Held, session: Session, points: Iterable[Point]
+    ) -> list[tuple[Growing, asyncio.Task[None]]]:
         """Start the fresh siblings of each point; they own a share of ``held`` and a context of their own."""
+        made = []
         for p in points:
             if held.snapshot is None and not at_root(p):
                 self.ledger.forks_refused += 1
@@ -322,13 +351,15 @@ class _Tree:
             first = held.step if at_root(p) else None
             b.rooted, b.first = b.rooted or at_root(p), b.first or first
             for i in range(p.width - 1):
-                key = (*b.key, p.turn, p.token, i)
+                key = (*b.key, p.turn, p.token, i if p.role == "trained" else -1 - i)
                 noise = self.noise.branch(self.grower.arm, *key)
                 child = Growing(key, noise, b, p, held.action[: p.token], held.sampled + p.token, first)
                 self.branches.append(child)
                 b.heirs += not at_root(p)
                 held.users += 1
-                self.tasks.create_task(self._sibling(child, session.fork(held.start + p.token), held))
+                context = session.fork(held.start + p.token)
+                made.append((child, self.tasks.create_task(self._sibling(child, context, held))))
+        return made
 
     async def _sibling(self, b: Growing, context: Session, held: Held) -> None:
         async def start(b: Growing) -> tuple[Env, Step]:

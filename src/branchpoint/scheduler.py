@@ -41,6 +41,7 @@ from branchpoint.watch import (
     Now,
     Point,
     Positions,
+    Side,
     Start,
     Unit,
     Watch,
@@ -52,6 +53,10 @@ class _Strategy(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     predictable: ClassVar[bool] = True
     roots: int = Field(default=4, ge=1)
+
+    def group(self) -> tuple[Point, ...]:
+        """What leaves the first node of a tree besides the first root."""
+        return (Point(0, 0, self.roots, 1.0),) if self.roots > 1 else ()
 
     def update(self, trees: Sequence[RolloutTree]) -> Self:
         """The scheduler for the next batch, given this one. Pure: only *earlier* batches may steer a scheduler."""
@@ -249,6 +254,49 @@ class EquallySpaced(_Counted):
         return Now(self._positions(start, "first_token"), rule, self.max_forks, 0)
 
 
+class Vine(_Strategy):
+    """Value-only rollouts restored at every turn of ``roots`` independent rollouts, for estimator ``vineppo``.
+
+    ``rollouts`` of them a turn. Those of the first turn serve all roots. They are neither trained nor forked, and count
+    in the ledger like all others. Predictable.
+    """
+
+    kind: Literal["vine"] = "vine"
+    rollouts: int = Field(default=4, ge=1)
+
+    def group(self) -> tuple[Point, ...]:
+        """The other roots, and the rollouts of the first turn."""
+        return (*super().group(), Point(0, 0, 1 + self.rollouts, 1.0, "value"))
+
+    def watch(self, noise: Noise, start: Start = ROOT) -> Watch:
+        """A watch that restores rollouts at each later turn."""
+        return Side(start, self.rollouts, "value")
+
+
+class OracleValue(_Strategy):
+    """Forks where pilots disagree: auxiliary rollouts are restored at every turn, and the first turns at which their
+    returns-to-go have a standard deviation above ``threshold`` are forked.
+
+    That spread bounds from above how much the values of the actions differ; the luck that follows is in it too.
+    ``rollouts`` pilots a turn. They come on top of the design and cost as much as any rollout (the ledger counts them):
+    a bound on what a cheaper rule could know, not a way to save. Predictable: pilots are independent of what the branch
+    does from there on, and they decide *only* that; no value, baseline or gradient sees them again.
+    """
+
+    kind: Literal["oracle_value"] = "oracle_value"
+    nested: bool = False
+    width: int = Field(default=2, ge=2)
+    max_forks: int = Field(default=1, ge=1)
+    rollouts: int = Field(default=4, ge=2)
+    threshold: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+
+    def watch(self, noise: Noise, start: Start = ROOT) -> Watch:
+        """A watch that sends pilots at each later turn."""
+        if start.depth and not self.nested:
+            return Never()
+        return Side(start, self.rollouts, "pilot", self.threshold, self.width, self.max_forks)
+
+
 class _LookAhead(_Counted):
     """Ranks the positions of a finished branch. Biased (docs/math.md, section 4); for comparison."""
 
@@ -303,7 +351,7 @@ class Uniform(_LookAhead):
 
 
 Scheduler = Annotated[
-    Flat | Fixed | Threshold | Random | EquallySpaced | TopEntropy | LowestEntropy | Uniform,
+    Flat | Fixed | Threshold | Random | EquallySpaced | Vine | OracleValue | TopEntropy | LowestEntropy | Uniform,
     Field(discriminator="kind"),
 ]
 

@@ -52,6 +52,7 @@ def dump_tree(tree: RolloutTree) -> str:
             "stop": b.stop,
             "failure": asdict(b.failure) if b.failure else None,
             "trained": b.trained,
+            "pilot": b.pilot,
             "turns": [_dump_turn(t) for t in b.turns],
         }
         for b in tree.branches
@@ -90,7 +91,7 @@ def _load_branch(raw: Mapping[str, Any]) -> Branch:
         turns.append(Turn(**{**t, "allowed": allowed}))
     fork = Fork(**raw["fork"]) if raw["fork"] else None
     failure = Failure(**raw["failure"]) if raw["failure"] else None
-    return Branch(raw["id"], fork, tuple(turns), raw["stop"], failure, raw["trained"])
+    return Branch(raw["id"], fork, tuple(turns), raw["stop"], failure, raw["trained"], raw.get("pilot", False))
 
 
 def write_trees(path: Path, trees: Iterable[RolloutTree]) -> None:

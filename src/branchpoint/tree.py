@@ -115,6 +115,7 @@ class Branch:
 
     ``failure`` is set exactly when ``stop`` is "failed": the branch has no score, is never trained as reward 0, and its
     siblings' baselines do not count it. ``trained`` is False for value-only rollouts (they count in values alone).
+    ``pilot``: looked at by the scheduler only, and absent from ``Segments``; nothing is forked from it.
     """
 
     id: int
@@ -123,6 +124,7 @@ class Branch:
     stop: Stop
     failure: Failure | None = None
     trained: bool = True
+    pilot: bool = False
 
     def __post_init__(self) -> None:
         if (self.stop == "failed") != (self.failure is not None):
@@ -328,7 +330,7 @@ class _Cutter:
         """The branches that have a score, and those from which one that has was forked."""
         alive: set[int] = set()
         for b in reversed(self.branches):
-            if b.failure is None or b.id in alive:
+            if (b.failure is None and not b.pilot) or b.id in alive:
                 alive.add(b.id)
                 if b.fork is not None:
                     alive.add(b.fork.branch)

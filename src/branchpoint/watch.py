@@ -5,7 +5,7 @@ See :mod:`branchpoint.scheduler` for the terms.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -17,13 +17,19 @@ EntropyOf = Literal["first_token", "action_mean", "max_token"]
 Unit = Literal["turn", "token"]
 
 
+Role = Literal["trained", "value", "pilot"]
+"""What a sibling is for: to be learnt from; to make values and baselines only; to tell the scheduler where to fork."""
+
+
 class Point(NamedTuple):
-    """A fork to make: where, into how many children (the branch itself included), and with what propensity."""
+    """A fork to make: where, into how many children (the branch itself included), with what propensity, and what the
+    fresh siblings are for."""
 
     turn: int
     token: int
     width: int
     propensity: float | None
+    role: Role = "trained"
 
 
 class Watch(Protocol):
@@ -40,6 +46,10 @@ class Watch(Protocol):
 
     def keeps(self) -> frozenset[int]:
         """The turns whose snapshots may still be forked from; all others may be discarded. At most ``max_forks``."""
+        ...
+
+    def judge(self, turn: int, returns: Sequence[float]) -> tuple[Point, ...]:
+        """The forks of a turn given the returns-to-go of its pilots; asked turn by turn, once they have ended."""
         ...
 
     def finish(self) -> tuple[Point, ...]:
@@ -116,6 +126,9 @@ class Never:
     def keeps(self) -> frozenset[int]:
         return frozenset()
 
+    def judge(self, turn: int, returns: Sequence[float]) -> tuple[Point, ...]:
+        return ()
+
     def finish(self) -> tuple[Point, ...]:
         return ()
 
@@ -142,6 +155,27 @@ class Now(Never):
                 made.append(point)
                 self.left, self.last = self.left - 1, c.tokens
         return tuple(made)
+
+
+class Side(Never):
+    """Restores ``count`` rollouts on the side at each turn after the start, for ``role``.
+
+    Where they are pilots, a turn at which the standard deviation of their returns exceeds ``least`` is forked into
+    ``width`` children, ``most`` times at most; a turn with fewer than two of them left is not.
+    """
+
+    def __init__(self, start: Start, count: int, role: Role, least: float = 0.0, width: int = 1, most: int = 0) -> None:
+        self.start, self.count, self.least, self.width, self.left = start, count, least, width, most
+        self.role: Role = role
+
+    def meet(self, turn: int, entropy: float) -> tuple[Point, ...]:
+        return (Point(turn, 0, 1 + self.count, 1.0, self.role),) if turn > self.start.turn else ()
+
+    def judge(self, turn: int, returns: Sequence[float]) -> tuple[Point, ...]:
+        if not self.left or len(returns) < 2 or not np.std(returns, ddof=1) > self.least:
+            return ()
+        self.left -= 1
+        return (Point(turn, 0, self.width, 1.0),)
 
 
 class Later(Never):
