@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import importlib.util
 import shutil
 from dataclasses import replace
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from branchpoint.env.swe import place
-from branchpoint.env.swe.task import Instance, Recipe
-from branchpoint.sandbox.machine import Image
+from branchpoint.env.swe.task import ROOT, Instance, Recipe
+from branchpoint.sandbox.machine import Change, Image
 
 PACKAGES = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
 CODE = """def total(items):
@@ -54,9 +55,10 @@ def tools(folder: Path) -> Path:
         assert spec.origin is not None
         source = Path(spec.origin)
         if source.name == "__init__.py":
-            shutil.copytree(source.parent, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source.parent, folder / name)
         else:
-            shutil.copy(source, folder)
+            shutil.copy2(source, folder)
+    compileall.compile_dir(folder, quiet=2)  # else every run of tests would compile pytest
     folder.chmod(0o755)
     return folder
 
@@ -66,6 +68,12 @@ def image(tree: Path, packages: Path) -> Image:
     made = place.image(RECIPE, tree)
     variables = {**made.environment, "PYTHONPATH": f"{made.environment['PYTHONPATH']}:{place.TOOLS}"}
     return replace(made, binds={**made.binds, place.TOOLS: packages}, environment=variables)
+
+
+def written(files: dict[str, str]) -> dict[str, Change]:
+    """What a machine reports when the faulty repository got these files."""
+    texts = {"calc/__init__.py": BROKEN, **files}
+    return {f"{ROOT}/{path}": Change("file", text.encode(), 0o644) for path, text in texts.items()}
 
 
 def machines() -> Any:

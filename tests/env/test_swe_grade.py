@@ -35,23 +35,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("BRANCHPOINT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def judged(box: Any, image: Image, shell: str = "", files: dict[str, str] | None = None) -> grade.Report:
-    """The verdict on the faulty repository after files were written and a command has run in it."""
-    machine = box.start(image)
-    try:
-        machine.write(f"{ROOT}/calc/__init__.py", kit.BROKEN.encode())
-        for path, text in (files or {}).items():
-            machine.write(f"{ROOT}/{path}", text.encode())
-        if shell:
-            ran = machine.run(shell, seconds=30)
-            assert ran.code == 0, ran.output
-        return grade.grade(kit.INSTANCE, kit.RECIPE, image, machine.changes(ROOT), box.start)
-    finally:
-        machine.close()
+def judged(box: Any, image: Image, files: dict[str, str] | None = None) -> grade.Report:
+    """The verdict on the faulty repository with these files written."""
+    return grade.grade(kit.INSTANCE, kit.RECIPE, image, kit.written(files or {}), box.start)
 
 
 def test_the_repair_is_resolved_and_the_fault_is_not(box: Any, image: Image) -> None:
-    assert judged(box, image, files={"calc/__init__.py": kit.CODE}) == grade.Report(True, (1, 1), (2, 2))
+    assert judged(box, image, {"calc/__init__.py": kit.CODE}) == grade.Report(True, (1, 1), (2, 2))
     report = judged(box, image)
     assert (report.resolved, report.fail_to_pass, report.pass_to_pass) == (False, (0, 1), (2, 2))
     assert report.failed == kit.INSTANCE.FAIL_TO_PASS
@@ -59,7 +49,7 @@ def test_the_repair_is_resolved_and_the_fault_is_not(box: Any, image: Image) -> 
 
 
 def test_a_repair_that_breaks_another_test_is_not_resolved(box: Any, image: Image) -> None:
-    report = judged(box, image, files={"calc/__init__.py": kit.CODE.replace("max(", "min(")})
+    report = judged(box, image, {"calc/__init__.py": kit.CODE.replace("max(", "min(")})
     assert (report.resolved, report.fail_to_pass, report.pass_to_pass) == (False, (1, 1), (1, 2))
     assert report.failed == ("tests/test_calc.py::test_largest",)
 
@@ -97,12 +87,23 @@ FILED = {
 }
 
 
+HARMLESS = {"results.xml", ".pytest_cache/v/cache/lastfailed", "evil.py"}
+FAST = ("conftest that rewrites outcomes", "pyproject addopts", "edited tests", "pytest in the root")
+"""What is left behind is told apart for all; that tests run as if it was not there needs no machine for each."""
+
+
 @pytest.mark.parametrize("attack", FILED)
+def test_files_that_steer_tests_are_left_behind(attack: str, image: Image) -> None:
+    kept, dropped = grade.carried(kit.written(FILED[attack]), kit.RECIPE, image)
+    assert set(kept) - {"calc/__init__.py"} <= HARMLESS
+    assert set(FILED[attack]) == {*dropped, *kept} - {"calc/__init__.py"}
+
+
+@pytest.mark.parametrize("attack", [pytest.param(a, marks=[pytest.mark.slow] * (a not in FAST)) for a in FILED])
 def test_files_that_steer_tests_do_not_count(attack: str, box: Any, image: Image) -> None:
-    report = judged(box, image, files=FILED[attack])
+    report = judged(box, image, FILED[attack])
     assert (report.resolved, report.fail_to_pass) == (False, (0, 1))
-    harmless = {"results.xml", ".pytest_cache/v/cache/lastfailed", "evil.py"}
-    assert set(FILED[attack]) - set(report.dropped) <= harmless
+    assert set(FILED[attack]) - set(report.dropped) <= HARMLESS
     assert not report.trouble
 
 
@@ -132,7 +133,7 @@ CODED = {
     "        out.write('00 0 passed 00\\n')\n",
     "removes results": kit.BROKEN
     + "import os\nfor name in os.listdir('/results'):\n    os.unlink(f'/results/{name}')\n",
-    "hangs": kit.BROKEN.replace("result = 0", "while True: pass"),
+    "hangs": kit.BROKEN.replace("result = 0", "__import__('time').sleep(600)"),
 }
 
 
@@ -142,7 +143,7 @@ def test_code_that_steers_tests_does_not_pass(
 ) -> None:
     if attack == "hangs":
         monkeypatch.setattr(kit, "RECIPE", replace(kit.RECIPE, seconds=4.0))
-    report = judged(box, image, files={"calc/__init__.py": CODED[attack]})
+    report = judged(box, image, {"calc/__init__.py": CODED[attack]})
     assert not report.resolved
     caught = {"patched report", "patched function", "patched code", "writes results", "removes results", "hangs"}
     assert bool(report.trouble) >= (attack in caught), report
@@ -161,7 +162,14 @@ SHELL = {
 
 @pytest.mark.parametrize("attack", SHELL)
 def test_commands_that_steer_tests_do_not_count(attack: str, box: Any, image: Image) -> None:
-    report = judged(box, image, SHELL[attack])
+    machine = box.start(image)
+    try:
+        machine.write(f"{ROOT}/calc/__init__.py", kit.BROKEN.encode())
+        ran = machine.run(SHELL[attack], seconds=30)
+        assert ran.code == 0, ran.output
+        report = grade.grade(kit.INSTANCE, kit.RECIPE, image, machine.changes(ROOT), box.start)
+    finally:
+        machine.close()
     assert not report.resolved
     assert report.fail_to_pass == (0, 1)
 
