@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from branchpoint import env as envs
 from branchpoint.config import Chat, ConfigError, Container, EnvSpec, RunConfig, Sampling, Shell
 from branchpoint.learner import Learner
 from branchpoint.ledger import Ledger
+from branchpoint.noise import Noise
 from branchpoint.policy import chat, models, small
 from branchpoint.policy.hf import HFPolicy
 from branchpoint.policy.imitate import imitate, texts, to_rows
@@ -24,7 +26,7 @@ from branchpoint.sandbox.machine import MachineSandbox
 from branchpoint.sandbox.replay import Replay
 from branchpoint.store import RunFolder, StoreError, replace, write_json, write_text
 from branchpoint.train import Course, Run
-from branchpoint.world import Sandbox, Transcript
+from branchpoint.world import Sandbox, Step, Task, Transcript, settle
 
 Say = Callable[[str], None]
 Report = Callable[[Mapping[str, float]], None]
@@ -60,7 +62,13 @@ def _course(spec: EnvSpec, index: int) -> Course:
 
 
 def words(
-    config: RunConfig, lessons: tuple[Course, ...], folder: RunFolder, ledger: Ledger, say: Say, report: Report
+    config: RunConfig,
+    lessons: tuple[Course, ...],
+    folder: RunFolder,
+    box: Sandbox,
+    ledger: Ledger,
+    say: Say,
+    report: Report,
 ) -> Words:
     """The model as the run left it, or a new one (warm-started if the config says so)."""
     done = folder.checkpoints()
@@ -70,7 +78,7 @@ def words(
             folder.checkpoint(done[-1]), spec.dtype, device=spec.device, revision=spec.revision
         )
         return _fitting(config, Words(model, tokenizer, codec_of(tokenizer, spec.chat)))
-    shown = list(transcripts(config, lessons)) if spec.warm_start or spec.name == "small" else []
+    shown = list(transcripts(config, lessons, box)) if spec.warm_start or spec.name == "small" else []
     if spec.name == "small":
         tokenizer = small.train_tokenizer(texts(shown))
         model = small.build(tokenizer, _sizes(spec.size), config.seed).to(spec.device, getattr(torch, spec.dtype))
@@ -115,38 +123,79 @@ def codec_of(tokenizer: Any, settings: Chat) -> Any:
     return chat.ChatCodec(tokenizer, **settings.model_dump())
 
 
-def transcripts(config: RunConfig, lessons: tuple[Course, ...]) -> Iterator[Transcript]:
+def transcripts(config: RunConfig, lessons: tuple[Course, ...], box: Sandbox) -> Iterator[Transcript]:
     """Won expert episodes of every environment, of its training split and never of an evaluation task: shipped ones
-    where there are, else played here, the run's own training tasks first."""
+    where there are, else played here, the run's own training tasks first. Worlds that act through a machine play in
+    ``box``, the run's sandbox."""
     count = config.model.warm_start.episodes if config.model.warm_start else 64
     for spec, course in zip(config.envs, lessons, strict=True):
         held_out = {t.id for t in course.eval}
         dials = {k: v for k, v in (spec.options | spec.train).items() if k not in ("split", "n", "seed")}
         recorded = envs.transcripts(spec.name, **dials)
-        found = recorded if recorded is not None else _played(spec, course)
+        found = recorded if recorded is not None else _played(spec, course, box, config.seed)
         wanted = count if spec.episodes is None else spec.episodes
         yield from islice((t for t in found if t[0].id not in held_out), wanted)
 
 
-def _played(spec: EnvSpec, course: Course) -> Iterator[Transcript]:
+def _played(spec: EnvSpec, course: Course, box: Sandbox, seed: int) -> Iterator[Transcript]:
     """The expert's won episodes on the training tasks, then on the others of their split."""
     known = {t.id for t in course.train}
     dials: dict[str, Any] = {**spec.options, **spec.train, "n": None}
     for task in (*course.train, *(t for t in envs.tasks(spec.name, **dials) if t.id not in known)):
         try:
-            turns, last = envs.play(envs.make(task.root)(task), envs.expert(task))
+            if isinstance(box, MachineSandbox):
+                luck = Noise(seed).child("warm start", task.id)
+                turns, last = asyncio.run(_in_sandbox(box, task, envs.expert(task), luck))
+            else:
+                turns, last = envs.play(envs.make(task.root)(task), envs.expert(task))
         except ValueError as e:
             raise ConfigError(f"envs ({spec.name}): no expert to learn from ({e}); start from another model") from e
         if last.info.get("success", last.reward > 0):
             yield task, turns
 
 
+async def _in_sandbox(
+    box: Sandbox, task: Task, agent: envs.Agent, noise: Noise, limit: int = 200
+) -> tuple[Sequence[tuple[Step, str]], Step]:
+    """One episode as ``envs.play`` plays it, in a sandbox."""
+    env = await settle(box.open(envs.make(task.root), task, noise))
+    try:
+        step, turns = await settle(env.reset()), []
+        while not (step.done or step.truncated) and len(turns) < limit:
+            turns.append((step, agent.act(step)))
+            step = await settle(env.step(turns[-1][1]))
+        return turns, step
+    finally:
+        await settle(env.close())
+
+
 def run(
     config: RunConfig, lessons: tuple[Course, ...], folder: RunFolder, say: Say, report: Report, learns: bool = True
 ) -> Run:
     """All parts, wired; who runs it closes it. ``learns``: False for what only evaluates, which needs no reference."""
+    box = sandbox(config, say)
+    try:
+        return _wired(config, lessons, folder, box, say, report, learns)
+    except BaseException:
+        asyncio.run(_shut(box))
+        raise
+
+
+async def _shut(box: Sandbox) -> None:
+    await settle(box.close())
+
+
+def _wired(
+    config: RunConfig,
+    lessons: tuple[Course, ...],
+    folder: RunFolder,
+    box: Sandbox,
+    say: Say,
+    report: Report,
+    learns: bool,
+) -> Run:
     ledger, start = Ledger(), time.perf_counter()
-    parts = words(config, lessons, folder, ledger, say, report)
+    parts = words(config, lessons, folder, box, ledger, say, report)
     settings = config.learner.model_copy(
         update={"temperature": config.sampling.temperature, "vocabulary": parts.codec.vocabulary}
         | ({} if learns else {"kl": 0.0})
@@ -173,7 +222,7 @@ def run(
         courses=lessons,
         policy=acting,
         eval_policy=policy(greedy) if config.training.eval_greedy else acting,
-        sandbox=sandbox(config, say),
+        sandbox=box,
         learner=learner,
         folder=folder,
         save=save,

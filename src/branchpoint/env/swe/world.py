@@ -100,7 +100,10 @@ class Repair:
         return self._step(said, valid=not said.startswith(f"{done.name}: "))
 
     def _hidden(self) -> frozenset[str]:
-        """The files of the failing tests, where the agent is not to see them."""
+        """The files of the failing tests, where the agent is not to see them. A ``test_patch`` brings the failing tests
+        only when they are graded: the agent keeps the files as they are."""
+        if self._instance.test_patch:
+            return frozenset()
         names = {test.split("::")[0] for test in self._instance.FAIL_TO_PASS}
         there = (name for name in names if (self.image.trees[ROOT] / name).is_file())
         return frozenset(there if self._dials.tests == "hidden" else ())
