@@ -12,6 +12,7 @@ What is quick is done at once, the rest in a forked child: a command becomes bub
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -68,7 +69,7 @@ class Keeper:
         self.known: set[int] = set()  # children whose end is waited for
         self.stores = 0
         self.networks: list[int] = []  # that no machine has yet
-        self.machines: dict[str, int] = {}  # network of each
+        self.network_of: dict[str, int] = {}  # by machine
         self.groups = cgroup.groups(cgroup.Bounds(**settings["bounds"]))
         self._enter()
 
@@ -81,6 +82,8 @@ class Keeper:
                     file.write(text)
         else:
             mount.unshare(mount.NEWNS)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a machine takes one or two
         mount.make_private()
         mount.adopt_orphans()
         if self.memory:
@@ -170,7 +173,7 @@ class Keeper:
     def do_drop(self, order: dict[str, Any], reply: socket.socket, fds: Sequence[int]) -> None:
         """Removes a machine's store, or its control group alone while its layers are in use."""
         self.groups.remove(order["machine"])
-        if (network := self.machines.pop(order["machine"], None)) is not None:
+        if (network := self.network_of.pop(order["machine"], None)) is not None:
             os.close(network)
         if order["store"]:
             place = f"{STORES}/{order['machine']}"
@@ -202,7 +205,7 @@ class Keeper:
 
     # Requests that a child works on
 
-    def _fork(self, work: Callable[[], object], then: Callable[[int], None] | None = None) -> int:
+    def _fork(self, work: Callable[[], object]) -> None:
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -215,10 +218,10 @@ class Keeper:
                     os.write(2, f"{error}\n".encode(errors="replace"))
             finally:
                 os._exit(code)
-        self._await(pid, then)
-        return pid
+        self._await(pid, lambda status: None)
 
-    def _await(self, pid: int, then: Callable[[int], None] | None) -> None:
+    def _await(self, pid: int, then: Callable[[int], None]) -> None:
+        """Calls ``then`` with the status of a child when it has ended."""
         fd = os.pidfd_open(pid)
         self.known.add(pid)
 
@@ -229,8 +232,7 @@ class Keeper:
             status = 0
             with suppress(ChildProcessError):
                 status = os.waitpid(pid, 0)[1]
-            if then is not None:
-                then(status)
+            then(status)
 
         self._watch(fd, ended)
 
@@ -275,8 +277,8 @@ class Keeper:
         """Starts a command. Descriptors: standard input, output, and what shells tell."""
         machine = order["machine"]
         place = self._store(machine, order["bytes"], order["inodes"])
-        if machine not in self.machines and self.networks:
-            self.machines[machine] = self.networks.pop()
+        if machine not in self.network_of and self.networks:
+            self.network_of[machine] = self.networks.pop()
         info, told = os.pipe()
         counts = self.groups.counts(machine)
         pid = os.fork()
@@ -301,17 +303,16 @@ class Keeper:
         mount.attach_devices(f"{_ROOT}/dev", devices, order["shm"])
         if self.memory and self.stores > _MANY:
             mount.detach(STORES)
-        network = self.machines.get(order["machine"])
+        network = self.network_of.get(order["machine"])
         if network is not None:
             mount.enter(network)
         for inside in missing:
             os.write(fds[1], f"sandbox: {inside} is not there: its folder was moved away\n".encode())
-        for target, source in enumerate((fds[0], fds[1], fds[1])):
+        lowest = order["told"] + 3
+        info = fcntl.fcntl(info, fcntl.F_DUPFD, lowest)
+        given = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest) for fd in (*fds[:2], fds[1], fds[2], *os.pipe())]
+        for target, source in zip((0, 1, 2, *range(order["told"], lowest)), given, strict=True):
             os.dup2(source, target)
-        os.dup2(fds[2], order["told"])
-        for at, end in enumerate(os.pipe(), order["told"] + 1):
-            os.dup2(end, at)
-        os.set_inheritable(info, True)
         for name, value in order["rlimits"].items():
             resource.setrlimit(getattr(resource, name), (value, value))
         os.umask(0o022)
