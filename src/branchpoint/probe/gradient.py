@@ -101,7 +101,7 @@ def group_gradient(learner: Learner, estimator: Estimator, tree: RolloutTree, le
     """Leave the gradient of one group in ``.grad`` of the learner's parameters; the cost is booked.
 
     False, and no gradient, when nothing in the group tells one action from another. The sign is that of the loss.
-    Raises ProbeError when no rollout has a score, or when the gradient is not finite.
+    Raises ProbeError when no rollout has a score, the estimator refuses the tree, or the gradient is not finite.
     """
     segments = Segments.of(tree)
     if not len(segments.parent):
@@ -110,7 +110,10 @@ def group_gradient(learner: Learner, estimator: Estimator, tree: RolloutTree, le
             f"task {tree.task.id}: no rollout of a group has a score; the first failed, {failure.kind}: "
             f"{failure.message}"
         )
-    credit = estimator.credit(segments)
+    try:
+        credit = estimator.credit(segments)
+    except ValueError as e:  # what the estimator needs and the probe does not have, in its own words
+        raise ProbeError(f"estimator {estimator.kind!r}: {e}") from e
     if not credit.informative:
         learner.optimizer.zero_grad(set_to_none=True)
         return False
