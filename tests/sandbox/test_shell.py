@@ -48,6 +48,18 @@ def test_commands_run_as_a_user_without_rights_who_sees_little(machine: Any) -> 
     assert machine.run("cat /etc/shadow; ls /work /srv /mnt").code != 0
 
 
+def test_no_variable_of_the_trainer_is_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_TOKEN", "s3cr3t")
+    box = kit.machines()
+    try:
+        told = kit.one(box).run("cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline | tr '\\0' '\\n'; env")
+        assert "HOME=/home/user" in told.output
+        assert "s3cr3t" not in told.output
+        assert str(Path.cwd()) not in told.output
+    finally:
+        box.close()
+
+
 def test_files_and_shell_go_on_from_command_to_command(machine: Any) -> None:
     machine.run(
         "mkdir -p /tmp/d && cd /tmp/d && export E=1 && v=2 && f() { echo $v; } && umask 027 && echo text > file"

@@ -76,7 +76,7 @@ class Keeper:
     def _enter(self) -> None:
         if self.user is None:
             uid, gid = os.getuid(), os.getgid()
-            mount.unshare(mount.NEWUSER | mount.NEWNS)
+            mount.unshare(mount.NEWUSER | mount.NEWNS | mount.NEWNET)  # to whose network it may come back
             for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
@@ -323,7 +323,8 @@ class Keeper:
         command = [self.bwrap, *_BWRAP, *(() if network is not None else ("--unshare-net",))]
         for key, value in order["environment"].items():
             command += ["--setenv", key, value]
-        os.execv(self.bwrap, [*command, "--info-fd", str(info), "--", *order["command"]])
+        # With no variables at all: those that a process starts with stay readable in /proc.
+        os.execve(self.bwrap, [*command, "--info-fd", str(info), "--", *order["command"]], {})
 
     def _kill(self, pid: int) -> None:
         """The caller wants no more of it: its time is over, or it was closed."""

@@ -37,7 +37,7 @@ class Keeper:
         command = [sys.executable, "-I", "-S", "-c", _PROGRAM, str(its.fileno()), source]
         with its:
             self.process = subprocess.Popen(
-                command, cwd=folder, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command, cwd=folder, env={}, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
         self._control = mine
         self._lock = threading.Lock()
