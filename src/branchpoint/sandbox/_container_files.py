@@ -113,20 +113,31 @@ def look(engine: Engine, container: str, path: str) -> Stat:
     if not pattern(path):
         return engine.stat(container, path)
     with _below(engine, container, path) as (tar, members):
-        at = _plain(path)
-        for name in path[len(at) :].strip("/").split("/"):
-            at = posixpath.join(at, name)
-            member = members.get(at)
-            if member is None:
-                raise NotThere(f"{path} does not exist")
-            target = posixpath.normpath(posixpath.join(posixpath.dirname(at), member.linkname))
-            if member.issym() and at != path:  # a folder on the way
-                return look(engine, container, target + path[len(at) :])
+        for folder in _folders(path, _plain(path)):
+            link = members.get(folder)
+            if link is not None and link.issym():
+                return look(engine, container, _target(folder, link) + path[len(folder) :])
+        member = members.get(path)
+        if member is None:
+            raise NotThere(f"{path} does not exist")
         if member.islnk():
             member = tar.getmember(member.linkname)
-        other = "symlink" if member.issym() else "directory" if member.isdir() else "other"
-        kind = "file" if member.isreg() else other
-        return Stat(kind, member.mode & 0o7777, member.size, target if member.issym() else path)
+        if member.issym():
+            return Stat("symlink", 0o777, 0, _target(path, member))
+        kind = "file" if member.isreg() else "directory" if member.isdir() else "other"
+        return Stat(kind, member.mode & 0o7777, member.size, path)
+
+
+def _folders(path: str, above: str) -> list[str]:
+    """The folders between one and a path below it, uppermost first."""
+    found: list[str] = []
+    while (path := posixpath.dirname(path)) != above:
+        found.insert(0, path)
+    return found
+
+
+def _target(path: str, link: tarfile.TarInfo) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link.linkname))
 
 
 def write(engine: Engine, container: str, path: str, data: bytes, owner: tuple[int, int]) -> None:
