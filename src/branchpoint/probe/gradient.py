@@ -79,6 +79,7 @@ class Rows:
         for at in range(0, size, step):
             block = np.asarray(self.values[:, at : at + step], np.float64)
             out += block @ block.T
+            del block  # before the next one is read
         return out
 
     def close(self) -> None:
