@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 import swe_kit as kit
 
+from branchpoint.command import build
+from branchpoint.config import parse
 from branchpoint.env import swe
-from branchpoint.env.swe import actions, inject, mutate, patch, place, sources
+from branchpoint.env.swe import actions, inject, patch, place, sources
 from branchpoint.env.swe.rehearsal import Rehearsal
 from branchpoint.env.swe.task import ROOT, Instance, Repository
 from branchpoint.noise import Noise
+from branchpoint.sandbox.inprocess import InProcess
 from branchpoint.sandbox.machine import MachineSandbox
-from branchpoint.world import Step, Task
+from branchpoint.train import Course
+from branchpoint.world import EnvironmentFailure, Step, Task
 
 BUG = patch.diff("calc/__init__.py", kit.CODE, kit.BROKEN)
 INSTANCE = dataclasses.replace(kit.INSTANCE, bug=BUG, patch=patch.reverse(BUG), split="train")
@@ -37,7 +41,7 @@ def source(parts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("BRANCHPOINT_CACHE", str(tmp_path))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sandbox() -> Iterator[MachineSandbox]:
     made = MachineSandbox(kit.machines())
     yield made
@@ -133,6 +137,54 @@ def test_the_expert_makes_the_reference_repair(sandbox: MachineSandbox) -> None:
     assert asyncio.run(episode()).reward == 1.0
 
 
+def test_the_warm_start_of_a_run_is_played_in_its_sandbox(sandbox: MachineSandbox) -> None:
+    """In style text no episodes are shipped, and a world without a machine could not play any."""
+    settings = {"name": "swe", "options": {"source": "tiny", "tests": "visible"}, "train": {"split": "train"}}
+    config = parse({"envs": [settings], "model": {"name": "small", "warm_start": {"episodes": 3}}, "sandbox": "shell"})
+    lesson = Course("swe", swe.make, (task(tests="visible"),), ())
+    ((played_on, turns),) = build.transcripts(config, (lesson,), sandbox)
+    assert played_on.id == task().id
+    assert [action.split()[0] for _, action in turns] == ["search", "view", "edit", "run", "submit"]
+    assert "3 passed" in turns[-1][0].observation
+    with pytest.raises(EnvironmentFailure, match="needs a machine"):
+        next(build.transcripts(config, (lesson,), InProcess()))
+
+
+OLD_TESTS = kit.TESTS[: kit.TESTS.index("def test_total")] + kit.TESTS[kit.TESTS.index("def test_empty") :]
+PATCHED = dataclasses.replace(INSTANCE, test_patch=patch.diff("tests/test_calc.py", OLD_TESTS, kit.TESTS))
+
+
+@pytest.mark.parametrize(("instance", "shown"), [(INSTANCE, "conftest.py"), (PATCHED, "conftest.py\ntest_calc.py\n0")])
+def test_files_of_failing_tests_are_hidden_unless_a_patch_brings_the_tests(
+    instance: Instance, shown: str, sandbox: MachineSandbox, parts: tuple[Path, Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A file that the patch changes is shown as it is at the commit; what else it tests is no secret."""
+    tree = kit.repository(
+        tmp_path / "tree", {**kit.FILES, "tests/test_calc.py": OLD_TESTS} if instance.test_patch else kit.FILES
+    )
+    own = sources.Source(
+        lambda: {instance.instance_id: instance}, lambda _: kit.RECIPE, lambda _: kit.image(tree, parts[1])
+    )
+    monkeypatch.setattr(sources, "find", lambda _: own)
+
+    async def episode() -> None:
+        env = await sandbox.open(swe.make, task(), Noise(0))
+        await env.reset()
+        seen, _, last = await played(
+            env,
+            "run ls tests; grep -c test_total tests/test_calc.py 2> /dev/null; true",
+            actions.edit("calc/__init__.py", "result -= item", "result += item"),
+            "submit",
+        )
+        assert seen.observation == shown
+        assert (last.reward, last.info["fail_to_pass"], last.info["pass_to_pass"]) == (1.0, [1, 1], [2, 2])
+        assert last.info["dropped"] == {}
+        await env.close()
+
+    asyncio.run(episode())
+
+
 def test_the_menu_offers_the_repair_and_a_rehearsal_tells_what_the_world_does(sandbox: MachineSandbox) -> None:
     async def episode() -> None:
         chosen = task(style="compact", max_steps=20)
@@ -198,35 +250,32 @@ def test_tasks_are_deterministic_and_bad_dials_are_named() -> None:
 
 
 def test_injection_keeps_what_tests_notice_goes_on_and_does_not_depend_on_jobs(
-    parts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sandbox: MachineSandbox, parts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repository = Repository("calc", "1", "calc-1.tar.gz", "0" * 64, "MIT", "calc", kit.RECIPE)
     monkeypatch.setattr(place, "tree", lambda _: parts[0])
-    image = kit.image(*parts)
+    image, machines = kit.image(*parts), sandbox.machines
     monkeypatch.setattr(place, "image", lambda *_: image)
-    machines, said = kit.machines(), []
-    try:
-        made = inject.inject([repository], machines, 2, tmp_path / "one.jsonl", 0, 1, said.append)
-        assert made == 2
-        found = {}
-        for name, jobs in (("one", 1), ("two", 2)):
-            if name == "two":
-                inject.inject([repository], machines, 2, tmp_path / "two.jsonl", 0, jobs, said.append)
-            (found[name],) = inject.load(tmp_path / f"{name}.jsonl")
-        assert found["one"] == found["two"]
-        assert not (tmp_path / "one.jsonl.part").exists()
-        for instance in found["one"].instances():
-            assert 1 <= len(instance.FAIL_TO_PASS) <= 1
-            assert {*instance.FAIL_TO_PASS, *instance.PASS_TO_PASS} == {
-                f"tests/test_calc.py::test_{name}" for name in ("total", "empty", "largest")
-            }
-            broken = patch.apply(instance.bug, lambda _: kit.CODE)
-            assert patch.apply(instance.patch, lambda path, b=broken: b[path]) == {"calc/__init__.py": kit.CODE}
-        with pytest.raises(inject.InjectError, match="no more mutants"):
-            inject.inject([repository], machines, 100, tmp_path / "three.jsonl", 0, 2, said.append)
-    finally:
-        machines.close()
-    assert mutate.mutations(kit.CODE.encode())
+    monkeypatch.setattr(inject, "BASELINE_RUNS", 2)
+
+    def make(count: int, jobs: int, name: str) -> inject.Vetted:
+        assert inject.inject([repository], machines, count, tmp_path / name, 0, jobs, print) == count
+        assert not (tmp_path / f"{name}.part").exists()
+        (vetted,) = inject.load(tmp_path / name)
+        return vetted
+
+    with pytest.raises(inject.InjectError, match="no more mutants"):
+        make(100, 2, "one.jsonl")
+    with monkeypatch.context() as known:  # every verdict is there already
+        known.setattr(inject, "_run", None)
+        one = make(2, 1, "one.jsonl")
+    assert one == make(2, 2, "two.jsonl")
+    assert (one.tests, one.flaky) == (tuple(f"tests/test_calc.py::test_{n}" for n in ("total", "empty", "largest")), ())
+    for instance in one.instances():
+        assert len(instance.FAIL_TO_PASS) == 1
+        assert {*instance.FAIL_TO_PASS, *instance.PASS_TO_PASS} == set(one.tests)
+        broken = patch.apply(instance.bug, lambda _: kit.CODE)
+        assert patch.apply(instance.patch, lambda path, b=broken: b[path]) == {"calc/__init__.py": kit.CODE}
 
 
 def test_rows_in_swe_bench_s_own_form_are_read() -> None:
