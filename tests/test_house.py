@@ -14,10 +14,10 @@ FOLDERS = {p.name for p in SRC.iterdir() if (p / "__init__.py").exists()}
 
 # Each top-level module may import those before it; the first group needs nothing but numpy and pydantic.
 NUMPY_ONLY = [
-    "noise", "world", "tree", "ledger", "session", "watch", "growing", "scheduler", "rollout", "credit",
-    "baselines", "advantage",
+    "noise", "world", "tree", "ledger", "session", "watch", "growing", "credit", "baselines", "advantage", "plan",
+    "lagged", "planned", "scheduler", "rollout",
 ]  # fmt: skip
-ORDER = [*NUMPY_ONLY, "store", "pack", "loss", "kernel", "learner", "config", "plot", "train", "cli"]
+ORDER = [*NUMPY_ONLY, "store", "pack", "loss", "critic", "meter", "kernel", "learner", "config", "register", "plot", "train", "cli"]
 OPTIONAL = {
     "peft", "gguf", "matplotlib", "alfworld", "textworld", "jericho", "fast_downward", "outlines_core", "llguidance",
     "tokenizers",

@@ -42,7 +42,7 @@ from branchpoint.tree import Array, Segments
 
 __all__ = [
     "Bpo", "Credit", "DrGrpo", "Estimator", "Gigpo", "Grpo", "Ppo", "Reinforce", "Rloo", "Tree", "TreeGrpo", "VinePpo",
-    "full_returns", "trained_mass",
+    "full_returns", "steered", "trained_mass",
 ]  # fmt: skip
 
 
@@ -221,6 +221,12 @@ class Tree(Strategy):
 Estimator = Annotated[
     Reinforce | Rloo | Grpo | DrGrpo | Bpo | Tree | Ppo | VinePpo | Gigpo | TreeGrpo, Field(discriminator="kind")
 ]
+
+
+def steered(estimator: Estimator, gammas: tuple[float, ...]) -> Estimator:
+    """The estimator with the gammas that a scheduler planned with its forks, where it has a use for them. They must
+    come from earlier data. Empty: unchanged."""
+    return estimator.model_copy(update={"gamma": gammas}) if gammas and isinstance(estimator, Tree) else estimator
 
 
 def _local_advantage(segments: Segments) -> Array:

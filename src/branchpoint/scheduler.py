@@ -28,9 +28,10 @@ from itertools import pairwise
 from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from branchpoint.noise import Noise
+from branchpoint.planned import Planned
 from branchpoint.tree import Branch, RolloutTree
 from branchpoint.watch import (
     ROOT,
@@ -41,29 +42,17 @@ from branchpoint.watch import (
     Now,
     Point,
     Positions,
+    Schedule,
     Side,
     Start,
     Unit,
     Watch,
+    fork_at,
     turn_entropy,
 )
 
 
-class _Strategy(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    predictable: ClassVar[bool] = True
-    roots: int = Field(default=4, ge=1)
-
-    def group(self) -> tuple[Point, ...]:
-        """What leaves the first node of a tree besides the first root."""
-        return (Point(0, 0, self.roots, 1.0),) if self.roots > 1 else ()
-
-    def update(self, trees: Sequence[RolloutTree]) -> Self:
-        """The scheduler for the next batch, given this one. Pure: only *earlier* batches may steer a scheduler."""
-        return self
-
-
-class Flat(_Strategy):
+class Flat(Schedule):
     """``roots`` independent rollouts and no fork: the group of RLOO and GRPO."""
 
     kind: Literal["flat"] = "flat"
@@ -73,7 +62,7 @@ class Flat(_Strategy):
         return Never()
 
 
-class _Forking(_Strategy):
+class _Forking(Schedule):
     """What all schedulers that fork share. Subclasses say what they watch for in ``_open``."""
 
     nested: bool = False
@@ -139,17 +128,8 @@ class Fixed(_Forking):
     def _open(self, start: Start, noise: Noise) -> Watch:
         targets = [round(a * self.expected) for a in self.at]
         widths = self.width if isinstance(self.width, tuple) else (self.width,) * len(targets)
-        origin = start.turn if self.unit == "turn" else start.tokens
-        first = origin - (self.start and start.depth == 0)  # a target at the start itself is passed, or is its fork
-        pending = [(t, w) for t, w in zip(targets, widths, strict=True) if t > first]
-
-        def rule(c: Candidate) -> Point | None:
-            place = c.turn if self.unit == "turn" else c.tokens
-            passed = [w for t, w in pending if t <= place]
-            del pending[: len(passed)]
-            return Point(c.turn, c.token, passed[0], 1.0) if passed else None
-
-        return Now(self._positions(start, "first_token"), rule, len(targets), 0)
+        positions = self._positions(start, "first_token")
+        return fork_at(positions, self.unit, targets, widths, self.start and start.depth == 0)
 
     def update(self, trees: Sequence[RolloutTree]) -> Self:
         """With the mean length of these trees' root rollouts as ``expected`` (unchanged when there is none)."""
@@ -254,7 +234,7 @@ class EquallySpaced(_Counted):
         return Now(self._positions(start, "first_token"), rule, self.max_forks, 0)
 
 
-class Vine(_Strategy):
+class Vine(Schedule):
     """Value-only rollouts restored at every turn of ``roots`` independent rollouts, for estimator ``vineppo``.
 
     ``rollouts`` of them a turn. Those of the first turn serve all roots. They are neither trained nor forked, and count
@@ -273,7 +253,7 @@ class Vine(_Strategy):
         return Side(start, self.rollouts, "value")
 
 
-class OracleValue(_Strategy):
+class OracleValue(Schedule):
     """Forks where pilots disagree: auxiliary rollouts are restored at every turn, and the first turns at which their
     returns-to-go have a standard deviation above ``threshold`` are forked.
 
@@ -351,7 +331,17 @@ class Uniform(_LookAhead):
 
 
 Scheduler = Annotated[
-    Flat | Fixed | Threshold | Random | EquallySpaced | Vine | OracleValue | TopEntropy | LowestEntropy | Uniform,
+    Flat
+    | Fixed
+    | Threshold
+    | Random
+    | EquallySpaced
+    | Vine
+    | OracleValue
+    | Planned
+    | TopEntropy
+    | LowestEntropy
+    | Uniform,
     Field(discriminator="kind"),
 ]
 

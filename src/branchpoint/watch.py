@@ -1,4 +1,5 @@
-"""The eyes of a scheduler on one growing branch: positions, and the two ways to choose among them.
+"""The eyes of a scheduler on one growing branch: positions, and the two ways to choose among them; and what all
+schedulers have in common.
 
 See :mod:`branchpoint.scheduler` for the terms.
 """
@@ -7,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
-from branchpoint.tree import Floats
+from branchpoint.tree import Floats, RolloutTree
 
 EntropyOf = Literal["first_token", "action_mean", "max_token"]
 Unit = Literal["turn", "token"]
@@ -217,3 +219,44 @@ class Later(Never):
 
     def finish(self) -> tuple[Point, ...]:
         return tuple(Point(c.turn, c.token, self.width, None) for _, c in sorted(self.kept, key=lambda k: k[1][:2]))
+
+
+class Schedule(BaseModel):
+    """What all schedulers are: frozen, with ``roots`` independent rollouts that may fork."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    predictable: ClassVar[bool] = True
+    roots: int = Field(default=4, ge=1)
+
+    def group(self) -> tuple[Point, ...]:
+        """What leaves the first node of a tree besides the first root."""
+        return (Point(0, 0, self.roots, 1.0),) if self.roots > 1 else ()
+
+    def update(self, trees: Sequence[RolloutTree]) -> Self:
+        """The scheduler for the next batch, given this one. Pure: only *earlier* batches may steer a scheduler."""
+        return self
+
+    @property
+    def gammas(self) -> tuple[float, ...]:
+        """The weights of the siblings' baselines that go with the forks, one a level; empty: the estimator's own."""
+        return ()
+
+    def metrics(self) -> dict[str, Any]:
+        """What a run's metrics should say about the batch that this scheduler grows."""
+        return {}
+
+
+def fork_at(positions: Positions, unit: Unit, targets: Sequence[int], widths: Sequence[int], again: bool) -> Now:
+    """A watch that forks at given positions in ``unit``, or at the first candidates after them; those at or before the
+    branch's own start are passed (``again``: before it only). Targets that fall together make one fork."""
+    start = positions.start
+    origin = (start.turn if unit == "turn" else start.tokens) - again
+    pending = [(t, w) for t, w in zip(targets, widths, strict=True) if t > origin]
+
+    def rule(c: Candidate) -> Point | None:
+        place = c.turn if unit == "turn" else c.tokens
+        passed = [w for t, w in pending if t <= place]
+        del pending[: len(passed)]
+        return Point(c.turn, c.token, passed[0], 1.0) if passed else None
+
+    return Now(positions, rule, len(targets), 0)
