@@ -1,4 +1,4 @@
-"""The command line: ``branchpoint train | eval | view | probe | check | envs | swe | reap``."""
+"""The command line: ``branchpoint train | eval | view | probe | compare | check | envs | swe | reap``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from branchpoint import __version__
+from branchpoint.command import compare  # light, like the next: what it needs is imported when it runs
 from branchpoint.command import probe as probes  # light: it imports what a probe needs when it runs
 
 # Before numpy and torch start their thread pools: at these sizes more threads bring nothing and contention is costly.
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="evaluate a run's newest checkpoint on held-out tasks")
     evaluate.add_argument("run", type=Path, help="run folder")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value")
+    evaluate.add_argument("--out", type=Path, help="also write the result as JSON")
 
     view = commands.add_parser("view", help="draw a rollout tree in the terminal")
     view.add_argument("place", type=Path, help="run folder, or a .jsonl.zst file of trees")
@@ -43,9 +45,12 @@ def parser() -> argparse.ArgumentParser:
 
     probes.arguments(commands.add_parser("probe", help="measure the gradient's variance, or a sandbox's fidelity"))
 
+    compare.arguments(commands.add_parser("compare", help="a registered comparison: freeze, run, report"))
+
     check = commands.add_parser("check", help="run the shipped checkers")
     check.add_argument("what", choices=("env", "sandbox", "policy", "oracles"))
     check.add_argument("name", nargs="?", help="a built-in name, module:attribute, or for oracles a JSON file")
+    check.add_argument("--image", help="sandbox shell or container: what machines start from")
 
     commands.add_parser("envs", help="list the environments: what is there, and what each needs")
 
@@ -88,13 +93,15 @@ def main(argv: list[str] | None = None) -> int:
         if a.command == "eval":
             from branchpoint.command.train import evaluate
 
-            return evaluate(a.run, a.overrides, console)
+            return evaluate(a.run, a.overrides, console, a.out)
         if a.command == "view":
             from branchpoint.command.view import estimator, view
 
             return view(a.place, a.tree, estimator(a.estimator), console)
         if a.command == "probe":
             return probes.probe(a, console)
+        if a.command == "compare":
+            return compare.compare(a, console, main)
         if a.command == "envs":
             from branchpoint.command.envs import listing
 
@@ -113,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
             return inject(a.tasks, a.out, a.repos, a.seed, a.jobs, console)
         from branchpoint.command.check import check
 
-        return check(a.what, a.name, console)
+        return check(a.what, a.name, console, a.image)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130

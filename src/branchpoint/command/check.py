@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,25 @@ from branchpoint import env as envs
 from branchpoint.config import ConfigError
 from branchpoint.world import Task, settle
 
+CONTAINER_IMAGE = "debian:stable-slim"
+"""What containers are checked with: a small image that has bash, coreutils and find."""
 
-def check(what: str, name: str | None, console: Console) -> int:
-    """Print the report; 0 when everything holds, else 1."""
+
+def check(what: str, name: str | None, console: Console, image: str | None = None) -> int:
+    """Print the reports; 0 when everything holds, else 1. ``image``: what machines of a sandbox start from."""
     if what == "oracles":
         return _oracles(name, console)
     if name is None:
         raise ConfigError(f"check {what}: name a built-in or module:attribute")
     try:
-        report = {"env": _env, "sandbox": _sandbox, "policy": _policy}[what](name)
+        reports = _sandbox(name, image) if what == "sandbox" else [{"env": _env, "policy": _policy}[what](name)]
+        ok = True
+        for report in reports:
+            console.print(str(report), highlight=False, markup=False)
+            ok &= report.ok
     except ValueError as e:
         raise ConfigError(f"check {what}: {e}") from e
-    console.print(str(report), highlight=False, markup=False)
-    return 0 if report.ok else 1
+    return 0 if ok else 1
 
 
 def _oracles(name: str | None, console: Console) -> int:
@@ -49,13 +55,15 @@ def _env(name: str) -> Any:
     return check_env(make, tasks("train", n=1)[0] if tasks else Task("check", name))
 
 
-def _sandbox(name: str) -> Any:
-    from branchpoint.sandbox.container import Container
+def _sandbox(name: str, image: str | None) -> Iterator[Any]:
+    """The report on a sandbox, and where it has machines the one on these."""
+    from branchpoint.sandbox.container import Container, ContainerMachines
     from branchpoint.sandbox.forkserver import ForkServer
     from branchpoint.sandbox.inprocess import InProcess
+    from branchpoint.sandbox.machine import Image
     from branchpoint.sandbox.replay import Replay
-    from branchpoint.sandbox.shell import Shell
-    from branchpoint.testing import check_sandbox
+    from branchpoint.sandbox.shell import Shell, ShellMachines
+    from branchpoint.testing import check_machine, check_sandbox
 
     builtin: dict[str, Callable[[], Any]] = {
         "process": ForkServer,
@@ -67,7 +75,11 @@ def _sandbox(name: str) -> Any:
     factory: Any = builtin.get(name) or (envs.make(name) if ":" in name else None)
     if factory is None:
         raise ConfigError(f"check sandbox: no {name!r}; known: {', '.join(builtin)}, or module:attribute")
-    return asyncio.run(check_sandbox(factory))
+    yield asyncio.run(check_sandbox(factory))
+    machines: Any = {"shell": ShellMachines, "container": ContainerMachines}.get(name)
+    if machines is not None:
+        base = image or ("host" if name == "shell" else CONTAINER_IMAGE)
+        yield check_machine(machines, Image(base), depth=40 if name == "shell" else 10)
 
 
 def _policy(name: str) -> Any:

@@ -41,7 +41,7 @@ def check_machine(
         image: what machines start from; a tree at ``/check`` and a bind at ``/check-bind`` are added.
         depth: how long a chain of frozen machines to try.
         seconds: how long a command that ends by itself, or a call that ends one, may take.
-        only: the checks whose names hold one of these texts, and the last two; empty: all.
+        only: the checks whose names hold one of these texts, the first and the last two; empty: all.
     """
     before = frozenset(_children()), frozenset(_mounts())
     machines = factory()
@@ -62,7 +62,8 @@ def check_machine(
             tree=tree, bind=bind, secret=secret, depth=depth, seconds=seconds,
         )  # fmt: skip
         try:
-            for name, check in _all(bench):
+            checks.run("starts a machine", lambda: _starts(bench))
+            for name, check in _all(bench) if checks.results[0].status == "ok" else ():
                 if not only or any(text in name for text in only):
                     checks.run(name, check)
         finally:
@@ -118,6 +119,12 @@ def _declares(machines: Machines) -> None:
            f"unenforced is {told!r}; expected a tuple of 'limit: reason'")  # fmt: skip
 
 
+def _starts(bench: Bench) -> None:
+    with bench.machine() as machine:
+        got = bench.do(machine, "echo on")
+        expect(got == "on\n", f"a new machine says {got!r}")
+
+
 def _bad_image(bench: Bench) -> None:
     missing = bench.tree / "no such place"
     for kind in ("trees", "binds"):
@@ -147,7 +154,7 @@ def _last(bench: Bench, marker: str) -> tuple[Machine, threading.Thread, list[ob
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    thread.join(0.5)
+    thread.join(0.1)
     return machine, thread, ended
 
 
