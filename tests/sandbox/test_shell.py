@@ -73,6 +73,10 @@ def test_what_a_command_is_given_and_gives_back(machine: Any) -> None:
     assert machine.run("cat; echo end").output == "end\n"  # nothing to wait for
     assert machine.run("exit 7").code == 7
     assert machine.run("kill -TERM $BASHPID").code == 128 + signal.SIGTERM
+    assert machine.run("echo $SHLVL; ((BASHPID == $$)) && echo same").output == "1\nsame\n"
+    assert machine.run("x=1; sleep 60 & exec true").left == 1
+    assert machine.run("x=2; kill -9 $$; x=3").code == 137
+    assert machine.run("kill -9 1; echo -$x-").output == "--\n"
     assert machine.run("exec true").notes
     assert machine.run("a\0b").code == 2
     assert machine.run("echo '\ud800'").output == "?\n"

@@ -371,7 +371,7 @@ class Keeper:
 _BWRAP = (
     "--unshare-user", "--uid", str(_INSIDE), "--gid", str(_INSIDE), "--disable-userns",
     "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
-    "--hostname", "sandbox", "--die-with-parent", "--new-session", "--cap-drop", "ALL",
+    "--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL",
     "--dev-bind", _ROOT, "/", "--proc", "/proc", "--clearenv", "--chdir", "/",
 )  # fmt: skip
 

@@ -33,10 +33,10 @@ _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/home/user", "USER": "user", "LOGNAME": "user",
     "SHELL": "/bin/bash", "LANG": "C.UTF-8", "TERM": "dumb",
 }  # fmt: skip
-# Counted with builtins alone, since a fork may be impossible: all but the first process, this shell, and zombies.
+# Counted with builtins alone, since a fork may be impossible: all but the first process, and zombies.
 _COUNT = (
-    "__n=0; for __p in /proc/[0-9]*; do [[ $__p == /proc/1 || $__p == /proc/$$ ]] || "
-    '{ \\builtin read -r __s <"$__p/stat" && __s=${__s##*) } && [[ $__s != [ZX]* ]] && __n=$((__n + 1)); }; done'
+    "__n=0; for __p in /proc/[0-9]*; do [[ $__p == /proc/1 ]] || "
+    '{ builtin read -r __s <"$__p/stat" && __s=${__s##*) } && [[ $__s != [ZX]* ]] && __n=$((__n + 1)); }; done'
 )
 
 
@@ -90,7 +90,7 @@ class ShellMachine:
             return Ran("bash: a command cannot hold a NUL character\n", 2)
         with self._lock:
             mark = secrets.token_hex(16)
-            script = _script(command, self._state.shell, mark, self.image.workdir, limits)
+            script = _script(command, self._state.shell, mark, self.image.workdir, self._prepared.shell, limits)
             running = link.Running(
                 self._machines.link, self._order() | self._launch(), script + stdin,
                 (limits.output_bytes, 4 * _shell_state.LIMIT),
@@ -293,19 +293,20 @@ class ShellFrozen:
             self._machines.release(self._prepared, self._state.layers)
 
 
-def _script(command: str, state: bytes, mark: str, workdir: str, limits: Limits) -> bytes:
-    """What a fresh bash is given: limits, then a bash within it that runs the command, then a count of what is left."""
+def _script(command: str, state: bytes, mark: str, workdir: str, shell: str, limits: Limits) -> bytes:
+    """What the first process is given, a bash: limits, then one more bash to run the command, then a count of what is
+    left. Nothing inside can kill the first process, and all others end with it."""
     outer = "; ".join(
         [
-            f"\\builtin cd -- {shlex.quote(workdir)} 2>/dev/null",
-            "\\builtin unset OLDPWD",
-            f"\\builtin ulimit -SHu {limits.processes}",
-            f"( {_shell_state.BOOT} )",
-            f"__c=$? __t=0; {{ {_COUNT}",
-            f"while ((__n && __t++ < {_GRACE})); do \\builtin read -rt 0.01 -u {_NEVER}; {_COUNT}; done",
-            "} 2>/dev/null",
-            f"\\builtin printf '<{mark} left %s>' \"$__n\" >&{_MARK}",
-            '\\builtin exit "$__c"\n',
+            "exec 2>/dev/null",
+            f"builtin cd -- {shlex.quote(workdir)}",
+            "builtin unset OLDPWD SHLVL",
+            f"builtin ulimit -SHu {limits.processes + 1}",
+            f"{shell} --noprofile --norc -c {shlex.quote(_shell_state.BOOT)} bash 2>&1",
+            f"__c=$? __t=0; {_COUNT}",
+            f"while ((__n && __t++ < {_GRACE})); do builtin read -rt 0.01 -u {_NEVER}; {_COUNT}; done",
+            f"builtin printf '<{mark} left %s>' \"$__n\" >&{_MARK}",
+            'builtin exit "$__c"\n',
         ]
     ).encode(errors="surrogateescape")
     before = f"exec {_NEVER}<&- {_NEVER + 1}>&-"
