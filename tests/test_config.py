@@ -26,7 +26,7 @@ GOOD = {"envs": [{"name": "backoffice"}]}
         ({"scheduler": {"kind": "fixed", "expected": 10, "widht": 2}}, "scheduler.widht: unknown field"),
         ({"estimator": {"kind": "tree", "gamma": 2}}, "estimator.gamma"),
         ({"scheduler": {"kind": "top_entropy", "width": 2}}, "estimator 'tree' needs a predictable scheduler"),
-        ({"noise": "loud"}, "noise: Input should be 'clean', 'paired' or 'independent'"),
+        ({"noise": "loud"}, "noise: Input should be 'clean', 'paired', 'independent' or 'blocked'"),
         ({"learner": {"kl": -1}}, "learner.kl: "),
         ({"model": {"name": 3}}, "model.name: "),
     ],

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from branchpoint.advantage import Estimator, Tree
 from branchpoint.learner import LearnerConfig
-from branchpoint.noise import Arm
+from branchpoint.noise import Pairing
 from branchpoint.rollout import Limits
 from branchpoint.scheduler import Flat, Scheduler
 
@@ -179,14 +179,52 @@ def _kind(value: Any) -> Any:
 Sandboxed = Annotated[Process | State | Replay | Shell | Container, Field(discriminator="kind"), BeforeValidator(_kind)]
 
 
+class Budget(Frozen):
+    """What training may spend: it ends after the first update with which ``column`` of the ledger reaches ``amount``.
+
+    Counted is what growing and learning cost; evaluations and the warm start are not. ``evals``: evaluations at equal
+    distances of the column, besides the one before the first update; they replace ``training.eval_every``, and each
+    leaves a checkpoint.
+    """
+
+    column: Literal["env_steps", "returns", "generated_tokens", "trained_packed", "trained_flat", "restores"] = (
+        "env_steps"
+    )
+    amount: int = Field(ge=1)
+    evals: int = Field(default=5, ge=1)
+
+    def mark(self, spent: int) -> int:
+        """How many of the marks at which to evaluate lie at or below ``spent``."""
+        return min(self.evals, spent * self.evals // self.amount)
+
+
 class Training(Frozen):
+    """``updates`` end a run, and so does the ``budget`` if there is one: whichever comes first."""
+
     updates: int = Field(default=20, ge=0)
+    budget: Budget | None = None
     tasks: int = Field(default=8, ge=1, description="trees per update, over all environments")
     eval_every: int = Field(default=5, ge=1)
     eval_greedy: bool = Field(default=False, description="evaluate with the most probable action instead of sampling")
     eval_repeats: int = Field(default=1, ge=1, description="rollouts of each evaluation task")
     checkpoint_every: int = Field(default=1, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
+
+    def ends(self, update: int, spent: int) -> bool:
+        """Whether a run is over after this update, with so much of the budget's column spent."""
+        return update >= self.updates or (self.budget is not None and spent >= self.budget.amount)
+
+    def evaluates(self, update: int, before: int, spent: int) -> bool:
+        """Whether to evaluate after this update, which has raised the budget's column from ``before``."""
+        if update == 0 or self.ends(update, spent):
+            return True
+        if self.budget is None:
+            return update % self.eval_every == 0
+        return self.budget.mark(spent) > self.budget.mark(before)
+
+
+BROUGHT = {"vineppo": "vine", "tree_grpo": "uniform"}
+"""The schedulers that estimators bring: a flat group in their config grows into what their papers grow."""
 
 
 class RunConfig(Frozen):
@@ -201,9 +239,21 @@ class RunConfig(Frozen):
     estimator: Estimator = Tree()
     learner: LearnerConfig = LearnerConfig()
     limits: Limits = Limits()
-    noise: Arm = "independent"
+    noise: Pairing = "independent"
     sandbox: Sandboxed = Process()
     training: Training = Training()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _brought(cls, raw: Any) -> Any:
+        """The scheduler that an estimator brings where none is named, or only a flat group."""
+        if not isinstance(raw, Mapping):
+            return raw
+        estimator, scheduler = raw.get("estimator"), raw.get("scheduler", {"kind": "flat"})
+        kind = estimator.get("kind") if isinstance(estimator, Mapping) else getattr(estimator, "kind", None)
+        if kind not in BROUGHT or not isinstance(scheduler, Mapping) or scheduler.get("kind") != "flat":
+            return raw
+        return {**raw, "scheduler": {**scheduler, "kind": BROUGHT[kind]}}
 
     @model_validator(mode="after")
     def _fits(self) -> RunConfig:
@@ -211,6 +261,11 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"estimator {self.estimator.kind!r} needs a predictable scheduler and {self.scheduler.kind!r} looks "
                 "ahead: use estimator 'bpo', or scheduler 'fixed', 'threshold', 'random' or 'flat'"
+            )
+        if self.estimator.kind == "vineppo" and self.scheduler.kind != "vine":
+            raise ValueError(
+                f"estimator 'vineppo' takes its values from scheduler 'vine', not {self.scheduler.kind!r}: name that, "
+                "or 'flat', which becomes it"
             )
         self._check_model()
         self._check_tasks()

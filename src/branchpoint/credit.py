@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -65,6 +66,24 @@ class Targets:
 
     def __post_init__(self) -> None:
         seal(self)
+
+    @staticmethod
+    def join(parts: Sequence[Targets]) -> Targets:
+        """The targets of several trees, concatenated."""
+        names = ("value", "weight", "observed", "predicted")
+        return Targets(**{n: np.concatenate([np.zeros(0), *(getattr(p, n) for p in parts)]) for n in names})
+
+    @property
+    def explained_variance(self) -> float | None:
+        """1 - Var(observed - predicted) / Var(observed), weighted; None where all returns are equal."""
+        if not np.any(self.weight > 0):
+            return None
+        spread, left = (self._variance(x) for x in (self.observed, self.observed - self.predicted))
+        return 1.0 - left / spread if spread > ROUNDING * float(np.max(self.observed**2)) else None
+
+    def _variance(self, x: Array) -> float:
+        centred = x - np.average(x, weights=self.weight)
+        return float(np.average(centred**2, weights=self.weight))
 
 
 class Strategy(BaseModel):

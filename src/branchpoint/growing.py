@@ -9,7 +9,7 @@ import numpy as np
 
 from branchpoint.noise import Noise
 from branchpoint.session import Action
-from branchpoint.tree import Branch, Fork, Ints, Stop, Turn
+from branchpoint.tree import Branch, Fork, Ints, Seeds, Stop, Turn
 from branchpoint.watch import Point, Role
 from branchpoint.world import BranchFailure, Failure, Snapshot, Step
 
@@ -76,8 +76,9 @@ class Growing:
         if self.parent is not None and self.point is not None:
             fork = Fork(ids[id(self.parent)], self.point.turn, self.point.token, self.point.propensity)
         trained, pilot = self.role == "trained", self.role == "pilot"
+        seeds = Seeds(self.noise.seed, self.noise.own, self.noise.clean)
         last = (self.left[1],) if self.left is not None and self.left[0] == self.turn else ()
-        return Branch(ids[id(self)], fork, (*self.turns, *last), self.stop, self.failure, trained, pilot)
+        return Branch(ids[id(self)], fork, (*self.turns, *last), self.stop, self.failure, trained, pilot, seeds)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from branchpoint import kernel as kernels
 from branchpoint import loss as losses
+from branchpoint.credit import Targets
+from branchpoint.critic import Critic, regression
 from branchpoint.kernel import Kernel
+from branchpoint.meter import StepMetrics, Sums, average, changed
 from branchpoint.pack import PackedBatch
 
 
@@ -57,35 +60,6 @@ Where = npt.NDArray[np.int64]
 """[m] indices of tokens in a row."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """What a step did: means over its epochs; means over tokens are weighted with ``share``.
-
-    ``loss`` is ``policy_loss`` plus the penalty. ``kl``: k3 to the reference, nats. ``policy_entropy``: of the sampling
-    distribution, nats. ``clip_share``: the part of the tokens that lost gradient to clipping. ``ratio``: importance
-    ratio. ``drift``: the largest |learner - sampler| log-probability before the first update; on fresh rollouts it is
-    rounding, or the sampler and the learner disagree. ``grad_norm``: before clipping. ``updates``: made; ``empty`` and
-    ``nonfinite``: skipped because there was nothing to learn, or because the gradient was not finite.
-    """
-
-    loss: float = 0.0
-    policy_loss: float = 0.0
-    kl: float = 0.0
-    policy_entropy: float = 0.0
-    clip_share: float = 0.0
-    ratio: float = 0.0
-    drift: float = 0.0
-    grad_norm: float = 0.0
-    lr: float = 0.0
-    tokens: int = 0  # forwarded in one epoch
-    updates: int = 0
-    empty: int = 0
-    nonfinite: int = 0
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scored:
     """The weighed tokens of a row as tensors on the model's device: [m] each."""
@@ -93,6 +67,7 @@ class _Scored:
     where: Where  # indices in the row
     logprobs: Tensor
     entropy: Tensor  # without gradient
+    values: Tensor | None  # of the critic, if there is one
 
 
 class Learner:
@@ -101,13 +76,16 @@ class Learner:
     ``model``: a transformers causal language model, or peft's wrapper of one; only parameters that require a gradient
     are trained. ``reference``: what the KL penalty pulls towards; by default the adapter switched off for a peft model,
     a frozen copy of the model as it is now otherwise, and nothing while ``config.kl`` is 0. Dropout is off while
-    learning, because the sampler has none and importance ratios would be noise.
+    learning, because the sampler has none and importance ratios would be noise. ``critic``: learns beside the policy,
+    with the same optimiser, from the targets given to :meth:`step`.
 
     Raises UnsupportedModel when the chosen kernel cannot reproduce the model's attention.
     """
 
-    def __init__(self, model: nn.Module, config: LearnerConfig, reference: nn.Module | None = None) -> None:
-        self.config, self.model = config, cast(Any, model)
+    def __init__(
+        self, model: nn.Module, config: LearnerConfig, reference: nn.Module | None = None, critic: Critic | None = None
+    ) -> None:
+        self.config, self.model, self.critic = config, cast(Any, model), critic
         self._base: Any = _unwrapped(model)
         self.device = next(model.parameters()).device
         with self._evaluating(self._base):
@@ -120,10 +98,11 @@ class Learner:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         if not self.parameters:
             raise ValueError("no parameter of the model requires a gradient; nothing can be trained")
+        self.parameters += [] if critic is None else list(critic.parameters())
         self.optimizer = self._adamw()
         self.updates = 0
 
-    # --- the four things a loop calls ---------------------------------------------------------------------------------
+    # --- the five things a loop calls ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, everywhere: bool = False) -> Tensor:
@@ -136,16 +115,35 @@ class Learner:
         out[torch.tensor(where, device=self.device)] = scored.logprobs
         return out
 
-    def gradient(self, batches: Sequence[PackedBatch], normaliser: float) -> StepMetrics:
+    @torch.no_grad()
+    def values(self, batches: Sequence[PackedBatch]) -> list[npt.NDArray[np.float64]]:
+        """Of every row, [T] the critic's value of the state before each sampled token, 0 elsewhere.
+
+        Raises ValueError without a critic."""
+        if self.critic is None:
+            raise ValueError("this learner has no critic; give it one, or an estimator that needs none")
+        out = []
+        with self._running(self._base):
+            for batch in batches:
+                where = np.flatnonzero((batch.predictor >= 0) & batch.sampled)
+                row = np.zeros(len(batch))
+                row[where] = self.critic(self._hidden(self._base, batch, where)).double().cpu().numpy()
+                out.append(row)
+        return out
+
+    def gradient(
+        self, batches: Sequence[PackedBatch], normaliser: float, targets: Targets | None = None
+    ) -> StepMetrics:
         """Leave in ``.grad`` the gradient of the loss of all rows; no update, no clipping of the norm.
 
-        The loss is ``(surrogate + kl * sum(share * k3)) / normaliser``. ``normaliser`` is a constant of the design, so
+        The loss is ``(surrogate + kl * sum(share * k3) + critic) / normaliser``; ``targets``: what the critic learns,
+        over the tokens of the trees that were packed, concatenated. ``normaliser`` is a constant of the design, so
         neither the split into rows nor their order changes the gradient.
         """
         self._check(normaliser)
-        return self._pass(batches, normaliser, self._reference_logprobs(batches))[0]
+        return self._pass(batches, normaliser, self._reference_logprobs(batches), targets)[0]
 
-    def step(self, batches: Sequence[PackedBatch], normaliser: float) -> StepMetrics:
+    def step(self, batches: Sequence[PackedBatch], normaliser: float, targets: Targets | None = None) -> StepMetrics:
         """``config.epochs`` updates on the same rows, each with the gradient of :meth:`gradient`, its norm clipped.
 
         An update is skipped, and counted, when nothing weighs in any row or when the gradient is not finite; weights
@@ -155,44 +153,56 @@ class Learner:
         reference = self._reference_logprobs(batches)
         history: list[StepMetrics] = []
         for _ in range(self.config.epochs):
-            metrics, informed = self._pass(batches, normaliser, reference)
+            metrics, informed = self._pass(batches, normaliser, reference, targets)
             outcome = self._update(metrics.grad_norm) if informed else {"empty": 1}
-            history.append(_with(metrics, **outcome))
+            history.append(changed(metrics, **outcome))
             if not informed:
                 break
         self.optimizer.zero_grad(set_to_none=True)
-        return _average(history)
+        return average(history)
 
     # --- exact resume -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimiser moments and the schedule's place. The weights are the model's own ``state_dict``."""
-        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates}
+        """Optimiser moments, the schedule's place and the critic. The weights are the model's own ``state_dict``."""
+        critic = {} if self.critic is None else {"critic": self.critic.state_dict()}
+        return {"optimizer": self.optimizer.state_dict(), "updates": self.updates} | critic
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where :meth:`state_dict` was taken (the model's weights loaded by the caller)."""
+        """Go on exactly where :meth:`state_dict` was taken (the model's weights loaded by the caller).
+
+        Raises ValueError for the state of a learner with a critic where this has none, or the reverse."""
+        if ("critic" in state) != (self.critic is not None):
+            raise ValueError(f"the state {'has' if 'critic' in state else 'lacks'} a critic, unlike this estimator")
+        if self.critic is not None:
+            self.critic.load_state_dict(state["critic"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.updates = int(state["updates"])
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _pass(
-        self, batches: Sequence[PackedBatch], normaliser: float, reference: list[Tensor | None]
+        self,
+        batches: Sequence[PackedBatch],
+        normaliser: float,
+        reference: list[Tensor | None],
+        targets: Targets | None,
     ) -> tuple[StepMetrics, bool]:
         """One forward and backward over all rows; whether there was anything to learn."""
         self.optimizer.zero_grad(set_to_none=True)
-        sums = _Sums()
+        sums = Sums()
         informed = False
         with self._running(self._base):
             for batch, ref in zip(batches, reference, strict=True):
                 where = np.flatnonzero(batch.weighed)
                 if len(where) == 0:
                     continue
-                learns = self._learns(batch)
+                learns = self._learns(batch) or targets is not None
                 informed |= learns
                 with nullcontext() if learns else torch.no_grad():
                     scored = self._score(self._base, batch, where)
                     loss = self._loss(batch, scored, ref, normaliser, sums)
+                    loss = loss + self._value_loss(batch, scored, targets, normaliser, sums)
                 if learns:
                     loss.backward()
         return sums.metrics(self._norm(), self._rate(), sum(map(len, batches))), informed
@@ -204,7 +214,7 @@ class Learner:
         return batch.share if self.config.kl_without_signal else batch.share * batch.informative
 
     def _loss(
-        self, batch: PackedBatch, scored: _Scored, reference: Tensor | None, normaliser: float, sums: _Sums
+        self, batch: PackedBatch, scored: _Scored, reference: Tensor | None, normaliser: float, sums: Sums
     ) -> Tensor:
         c, new, where = self.config, scored.logprobs, scored.where
         old, up, down, share = (
@@ -226,19 +236,38 @@ class Learner:
         sums.loss += float((policy + penalty).detach())
         return policy + penalty
 
+    def _value_loss(
+        self, batch: PackedBatch, scored: _Scored, targets: Targets | None, normaliser: float, sums: Sums
+    ) -> Tensor:
+        """The critic's part of the loss of a row."""
+        if self.critic is None or targets is None or scored.values is None:
+            return scored.logprobs.new_zeros(())
+        at = batch.source[scored.where]
+        value, weight = (self._tensor(x[at], scored.values) for x in (targets.value, targets.weight))
+        loss = regression(scored.values, value, weight) / normaliser
+        sums.value_loss += float(loss.detach())
+        sums.loss += self.critic.coefficient * float(loss.detach())
+        return self.critic.coefficient * loss
+
+    def _hidden(self, model: Any, batch: PackedBatch, where: Where) -> Tensor:
+        """[m, H] the hidden states that predict the tokens ``where``."""
+        hidden = kernels.hidden_states(model, batch, self.config.kernel)
+        return hidden[torch.tensor(batch.predictor[where], device=self.device)]
+
     def _score(self, model: Any, batch: PackedBatch, where: Where) -> _Scored:
         """Log-probabilities of the tokens ``where``; the logits of no other token are ever computed."""
         c = self.config
-        hidden = kernels.hidden_states(model, batch, c.kernel)
+        hidden = self._hidden(model, batch, where)
         logprobs, entropy = losses.read(
             kernels.head(model),
-            hidden[torch.tensor(batch.predictor[where], device=self.device)],
+            hidden,
             torch.tensor(batch.tokens[where], device=self.device),
             c.temperature,
             batch.allowed_sets(where),
             c.vocabulary,
         )
-        return _Scored(where, logprobs, entropy)
+        values = self.critic(hidden) if self.critic is not None and model is self._base else None
+        return _Scored(where, logprobs, entropy, values)
 
     @torch.no_grad()
     def _reference_logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor | None]:
@@ -259,14 +288,17 @@ class Learner:
                 if p.grad is not None:
                     p.grad.mul_(self.config.max_grad_norm / norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
+            group["lr"] = self._rate() if group["own_lr"] is None else group["own_lr"] * self._warm()
         self.optimizer.step()
         self.updates += 1
         return {"updates": 1}
 
     def _rate(self) -> float:
         """The learning rate of the next update."""
-        return self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
+        return self.config.lr * self._warm()
+
+    def _warm(self) -> float:
+        return min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
 
     def _norm(self) -> float:
         grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -275,11 +307,13 @@ class Learner:
         )
 
     def _adamw(self) -> torch.optim.AdamW:
-        decayed = [p for p in self.parameters if p.ndim >= 2]
-        others = [p for p in self.parameters if p.ndim < 2]
+        heads = [] if self.critic is None else list(self.critic.parameters())
+        own = [p for p in self.parameters if not any(p is h for h in heads)]
+        decayed, others = [p for p in own if p.ndim >= 2], [p for p in own if p.ndim < 2]
         groups = [
-            {"params": decayed, "weight_decay": self.config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": decayed, "weight_decay": self.config.weight_decay, "own_lr": None},
+            {"params": others, "weight_decay": 0.0, "own_lr": None},
+            {"params": heads, "weight_decay": 0.0, "own_lr": self.critic.lr if self.critic else None},
         ]
         used = [g for g in groups if g["params"]]
         return torch.optim.AdamW(used, lr=self.config.lr, betas=self.config.betas)
@@ -317,43 +351,6 @@ class Learner:
             raise ValueError(
                 f"normaliser is {normaliser}; give a positive constant of the design, e.g. rollouts x length"
             )
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Running sums over the rows of one pass."""
-
-    share: float = 0.0
-    loss: float = 0.0
-    policy_loss: float = 0.0
-    kl: float = 0.0
-    policy_entropy: float = 0.0
-    clip_share: float = 0.0
-    ratio: float = 0.0
-    drift: float = 0.0
-
-    def metrics(self, norm: float, rate: float, tokens: int) -> StepMetrics:
-        mean = {
-            name: getattr(self, name) / (self.share or 1.0) for name in ("kl", "policy_entropy", "clip_share", "ratio")
-        }
-        return StepMetrics(
-            loss=self.loss, policy_loss=self.policy_loss, drift=self.drift, grad_norm=norm, lr=rate,
-            tokens=tokens, **mean,
-        )  # fmt: skip
-
-
-def _average(history: Sequence[StepMetrics]) -> StepMetrics:
-    """Means over the epochs; counts are summed, and drift and tokens are those of the first."""
-    rows = [m.as_dict() for m in history]
-    out: dict[str, Any] = {f.name: sum(r[f.name] for r in rows) for f in fields(StepMetrics)}
-    for name in out:
-        if name not in ("updates", "empty", "nonfinite"):
-            out[name] /= len(rows)
-    return StepMetrics(**(out | {"drift": history[0].drift, "tokens": history[0].tokens}))
-
-
-def _with(metrics: StepMetrics, **changes: int) -> StepMetrics:
-    return StepMetrics(**(metrics.as_dict() | changes))  # pyright: ignore
 
 
 def _unwrapped(model: nn.Module) -> Any:

@@ -16,7 +16,16 @@ if TYPE_CHECKING:  # imported where it is drawn from: a process without numpy fo
     import numpy as np
 
 Arm = Literal["clean", "paired", "independent"]
+Pairing = Literal["clean", "paired", "independent", "blocked"]
+"""How a run's groups meet the world's luck: all in one arm, or ``blocked``: half of them clean, half independent."""
 Key = str | int | bytes | None
+
+
+def arm_of(pairing: Pairing, update: int, place: int) -> Arm:
+    """The arm of one group of an update. Blocked groups alternate, and so does each place from update to update."""
+    if pairing != "blocked":
+        return pairing
+    return "clean" if (update + place) % 2 == 0 else "independent"
 
 
 def digest(seed: int, *key: Key) -> int:

@@ -70,26 +70,40 @@ class Grower:
         self.arm: Arm = arm
         self.live = asyncio.Semaphore(limits.live)
 
-    async def grow(self, make: Make, task: Task, noise: Noise, key: str = "") -> RolloutTree:
-        """One tree for one task. ``noise`` keys everything random in it: equal noise gives an equal tree.
+    async def grow(self, make: Make, task: Task, noise: Noise, key: str = "", arm: Arm | None = None) -> RolloutTree:
+        """One tree for one task. ``noise`` keys everything random in it: equal noise gives an equal tree. ``arm``: of
+        this tree, if not the grower's; roots and siblings share the world's luck together, or none does.
 
         Failures of the world end up in the tree, as failed branches. A fork at which no snapshot can be taken is not
         made, and counted in the ledger. Raises UserError, in a group, when the world has no snapshots at all and the
         scheduler wants forks.
         """
-        return await _Tree(self, make, task, noise).run(key)
+        return await _Tree(self, make, task, noise, arm or self.arm).run(key)
 
 
 class _Tree:
     """One call of :meth:`Grower.grow`."""
 
-    def __init__(self, grower: Grower, make: Make, task: Task, noise: Noise) -> None:
+    def __init__(self, grower: Grower, make: Make, task: Task, noise: Noise, arm: Arm) -> None:
+        self.arm: Arm = arm
         self.grower, self.make, self.task, self.noise = grower, make, task, noise
         self.limits, self.ledger, self.policy = grower.limits, grower.ledger, grower.policy
         self.branches: list[Growing] = []
+        self.policy_seeds: set[int] = set()
+
+    def _luck(self, *key: int) -> Noise:
+        """The noise of a branch. Raises UserError where it would sample with another one's policy seed."""
+        noise = self.noise.branch(self.arm, *key)
+        if noise.own in self.policy_seeds:
+            raise UserError(
+                f"two branches of task {self.task.id} would sample with one policy seed, so that a baseline would "
+                "depend on the action it is compared with: pair the world's luck (Noise.seed), never the policy's (own)"
+            )
+        self.policy_seeds.add(noise.own)
+        return noise
 
     async def run(self, key: str) -> RolloutTree:
-        root = Growing((), self.noise.branch(self.grower.arm))
+        root = Growing((), self._luck())
         self.branches.append(root)
         async with asyncio.TaskGroup() as self.tasks:
             self.tasks.create_task(self._branch(root, self.policy.open(), self._reset))
@@ -352,8 +366,7 @@ class _Tree:
             b.rooted, b.first = b.rooted or at_root(p), b.first or first
             for i in range(p.width - 1):
                 key = (*b.key, p.turn, p.token, i if p.role == "trained" else -1 - i)
-                noise = self.noise.branch(self.grower.arm, *key)
-                child = Growing(key, noise, b, p, held.action[: p.token], held.sampled + p.token, first)
+                child = Growing(key, self._luck(*key), b, p, held.action[: p.token], held.sampled + p.token, first)
                 self.branches.append(child)
                 b.heirs += not at_root(p)
                 held.users += 1

@@ -1,7 +1,8 @@
 """Trees and runs on disk.
 
 A run folder holds: ``config.yaml`` (resolved), ``versions.json``, ``metrics.jsonl`` (repeatable numbers, one line an
-update), ``timings.jsonl`` (clocks), ``trees/NNNNNN.jsonl.zst`` (one tree a line), ``ledger.json``,
+update), ``timings.jsonl`` (clocks), ``trees/NNNNNN.jsonl.zst`` (one tree a line), ``register/NNNNNN.jsonl``
+(seeds, outcomes and advantages of each group, see :mod:`branchpoint.register`), ``ledger.json``,
 ``checkpoints/NNNNNN/`` (Hugging Face layout and the state of the trainer), ``reference/`` (the model that the KL
 penalty pulls towards, in full training), ``probe/`` (results of ``branchpoint probe``) and ``curve.png``.
 Whatever is written is written beside its place and renamed, so a reader never sees half a file; only the ``.jsonl``
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from branchpoint.tree import Branch, Fork, RolloutTree, Turn
+from branchpoint.tree import Branch, Fork, RolloutTree, Seeds, Turn
 from branchpoint.world import Failure, Message, Task
 
 
@@ -53,6 +54,7 @@ def dump_tree(tree: RolloutTree) -> str:
             "failure": asdict(b.failure) if b.failure else None,
             "trained": b.trained,
             "pilot": b.pilot,
+            "seeds": None if b.seeds is None else [f"{b.seeds.world:x}", f"{b.seeds.policy:x}", b.seeds.clean],
             "turns": [_dump_turn(t) for t in b.turns],
         }
         for b in tree.branches
@@ -91,7 +93,10 @@ def _load_branch(raw: Mapping[str, Any]) -> Branch:
         turns.append(Turn(**{**t, "allowed": allowed}))
     fork = Fork(**raw["fork"]) if raw["fork"] else None
     failure = Failure(**raw["failure"]) if raw["failure"] else None
-    return Branch(raw["id"], fork, tuple(turns), raw["stop"], failure, raw["trained"], raw.get("pilot", False))
+    seeds = raw.get("seeds")
+    if seeds is not None:
+        seeds = Seeds(int(seeds[0], 16), int(seeds[1], 16), bool(seeds[2]))
+    return Branch(raw["id"], fork, tuple(turns), raw["stop"], failure, raw["trained"], raw.get("pilot", False), seeds)
 
 
 def write_trees(path: Path, trees: Iterable[RolloutTree]) -> None:
@@ -158,6 +163,11 @@ def write_text(path: Path, text: str) -> None:
     replace(path, lambda p: p.write_text(text, encoding="utf-8"))
 
 
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One JSON object a line."""
+    write_text(path, "".join(json.dumps(r, default=_plain, sort_keys=True) + "\n" for r in rows))
+
+
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, default=_plain, indent=1, sort_keys=True) + "\n")
 
@@ -193,11 +203,14 @@ class RunFolder:
     def clear(self) -> None:
         """Remove what a run has written here, and nothing else."""
         written = ("config.yaml", "versions.json", "metrics.jsonl", "timings.jsonl", "ledger.json", "curve.png")
-        for name in (*written, "trees", "checkpoints", "reference", "probe"):
+        for name in (*written, "trees", "register", "checkpoints", "reference", "probe"):
             _remove(self.path / name)
 
     def trees_file(self, update: int) -> Path:
         return self.path / "trees" / f"{update:06d}.jsonl.zst"
+
+    def register_file(self, update: int) -> Path:
+        return self.path / "register" / f"{update:06d}.jsonl"
 
     def checkpoint(self, update: int) -> Path:
         return self.path / "checkpoints" / f"{update:06d}"
@@ -254,7 +267,7 @@ class RunFolder:
         for name in ("metrics.jsonl", "timings.jsonl"):
             kept = [r for r in self.rows(name) if r["update"] <= update]
             write_text(self.path / name, "".join(json.dumps(r, sort_keys=True) + "\n" for r in kept))
-        for p in (self.path / "trees").glob("[0-9]*.jsonl.zst"):
+        for p in [*self.path.glob("trees/[0-9]*.jsonl.zst"), *self.path.glob("register/[0-9]*.jsonl")]:
             if int(p.name.split(".")[0]) > update:
                 _remove(p)
         for p in [*self.path.glob(".*.partial*"), *self.path.glob("*/.*.partial*")]:

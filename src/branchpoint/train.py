@@ -15,17 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from branchpoint.advantage import Credit
+from branchpoint import register
+from branchpoint.advantage import Credit, Ppo, steered
 from branchpoint.config import RunConfig
+from branchpoint.credit import Targets
 from branchpoint.learner import Learner
 from branchpoint.ledger import Ledger
-from branchpoint.noise import Noise, digest
-from branchpoint.pack import pack
+from branchpoint.noise import Noise, Pairing, arm_of, digest
+from branchpoint.pack import pack, unpack
 from branchpoint.rollout import Grower
 from branchpoint.scheduler import Flat, Scheduler
 from branchpoint.session import Policy
-from branchpoint.store import RunFolder, write_json, write_trees
-from branchpoint.tree import Branch, RolloutTree, Segments
+from branchpoint.store import RunFolder, write_json, write_lines, write_trees
+from branchpoint.tree import Array, Branch, RolloutTree, Segments
 from branchpoint.world import Make, Sandbox, Task, settle
 
 
@@ -80,19 +82,29 @@ async def train(run: Run, report: Report) -> None:
     """
     config, ledger = run.config, run.ledger
     scheduler, first = _resume(run, ledger)
-    noise = Noise(config.seed, config.seed)
-    for update in range(first, config.training.updates + 1):
+    noise, training, spent = Noise(config.seed, config.seed), config.training, _spent(run)
+    for update in range(first, training.updates + 1):
+        if update and training.ends(update - 1, spent):
+            break
+        before = spent
         clock = Ledger(**ledger.as_dict())  # type: ignore[arg-type]
         row: dict[str, Any] = {"update": update}
         with ledger.clock("wall_seconds"):
             if update > 0:
-                grower = Grower(run.policy, run.sandbox, scheduler, config.limits, config.noise, ledger)
-                trees = await collect(grower, pick(run.courses, config.training.tasks, update, noise), noise, update)
+                grower = Grower(run.policy, run.sandbox, scheduler, config.limits, "independent", ledger)
+                picks = pick(run.courses, config.training.tasks, update, noise)
+                trees = await collect(grower, picks, noise, update, config.noise)
                 write_trees(run.folder.trees_file(update), trees)  # first: they explain whatever goes wrong now
                 _require_scores(trees, f"update {update}")
-                row |= learn(run.learner, config, trees, ledger)
+                lessons = judge(run.learner, config, trees, ledger, scheduler.gammas)
+                write_lines(run.folder.register_file(update), register.groups(trees, lessons.pairs, config, update))
+                row |= learn(run.learner, config, trees, lessons, ledger) | scheduler.metrics()
                 scheduler = scheduler.update(trees)
-            if update % config.training.eval_every == 0 or update == config.training.updates:
+            if training.budget is not None:
+                column = training.budget.column
+                spent += getattr(ledger, column) - getattr(clock, column)
+                row["spent"] = spent
+            if training.evaluates(update, before, spent):
                 row |= await evaluate(run, ledger)
         _record(run, update, row, ledger, clock, scheduler)
         seconds = ledger.wall_seconds - clock.wall_seconds
@@ -100,26 +112,79 @@ async def train(run: Run, report: Report) -> None:
         report(row | {"seconds": seconds, "tokens_per_second": tokens / seconds})
 
 
-def learn(learner: Learner, config: RunConfig, trees: Sequence[RolloutTree], ledger: Ledger) -> dict[str, Any]:
-    """One update of the weights from one batch of trees: credit, packing, gradient steps. Returns the metrics."""
-    pairs = [(s, config.estimator.credit(s)) for s in map(Segments.of, trees)]
-    settings = config.learner
-    # Without a signal there is nothing to learn but the pull of the KL penalty, where that is wanted.
-    weighed = [(s, c) for s, c in pairs if c.informative or (settings.kl > 0 and settings.kl_without_signal)]
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """What a batch of trees teaches: the credit of each and, with a critic, what that learns."""
+
+    pairs: tuple[tuple[Segments, Credit], ...]
+    targets: Targets | None = None
+
+
+def judge(
+    learner: Learner,
+    config: RunConfig,
+    trees: Sequence[RolloutTree],
+    ledger: Ledger,
+    gammas: tuple[float, ...] = (),
+) -> Lessons:
+    """The credit of a batch, by the estimator and, where it needs one, the critic as it was while sampling.
+
+    ``gammas``: those that the scheduler planned with the forks (empty: the estimator's own).
+    """
+    segments, estimator = [Segments.of(t) for t in trees], steered(config.estimator, gammas)
+    if not isinstance(estimator, Ppo):
+        return Lessons(tuple((s, estimator.credit(s)) for s in segments))
+    with ledger.clock("learning_seconds"):
+        values = _values(learner, segments, config.learner.token_budget)
+    both = list(zip(segments, values, strict=True))
+    targets = Targets.join([estimator.targets(s, v) for s, v in both])
+    return Lessons(tuple((s, estimator.credit(s, v)) for s, v in both), targets)
+
+
+def _values(learner: Learner, segments: Sequence[Segments], token_budget: int) -> list[Array]:
+    """Of every tree, [N] the critic's value before each sampled token."""
+    even = [
+        (s, Credit(np.zeros(len(s.tokens)), np.zeros(len(s.tokens)), s.sampled.astype(np.float64))) for s in segments
+    ]
+    rows = pack(even, token_budget)
+    sizes = [len(s.tokens) for s in segments]
+    return np.split(unpack(rows, learner.values(rows), sum(sizes)), np.cumsum(sizes)[:-1])
+
+
+def learn(
+    learner: Learner, config: RunConfig, trees: Sequence[RolloutTree], lessons: Lessons, ledger: Ledger
+) -> dict[str, Any]:
+    """One update of the weights from one batch of trees: packing and gradient steps. Returns the metrics."""
+    settings, pairs, targets = config.learner, lessons.pairs, lessons.targets
+    # Without a signal there is nothing to learn but the pull of the KL penalty, where that is wanted, and values.
+    always = targets is not None or (settings.kl > 0 and settings.kl_without_signal)
+    weighed = [(s, c) for s, c in pairs if c.informative or always]
+    critic = {} if targets is None else {"targets": targets}
     with ledger.clock("learning_seconds"):
         # A constant of the design: one root group a task, whatever this batch's trees look like.
-        metrics = learner.step(pack(weighed, settings.token_budget), normaliser=config.training.tasks)
+        metrics = learner.step(pack(weighed, settings.token_budget), normaliser=config.training.tasks, **critic)
     ledger.batches += 1
     ledger.trained_packed += sum(len(s.tokens) for s, _ in weighed)
     ledger.trained_flat += sum(flat_tokens(s) for s, _ in weighed)
-    return rollout_metrics(trees, pairs) | asdict(metrics)
+    explained = {} if targets is None else {"explained_variance": targets.explained_variance}
+    return rollout_metrics(trees, pairs) | asdict(metrics) | explained
 
 
-async def collect(grower: Grower, picks: Sequence[tuple[Course, Task]], noise: Noise, update: int) -> list[RolloutTree]:
-    """All trees of an update, grown together, in the order of the tasks."""
+async def collect(
+    grower: Grower, picks: Sequence[tuple[Course, Task]], noise: Noise, update: int, pairing: Pairing
+) -> list[RolloutTree]:
+    """All trees of an update, grown together, in the order of the tasks. ``pairing``: how they meet luck."""
     async with asyncio.TaskGroup() as group:
         jobs = [
-            group.create_task(grower.grow(c.make, t, noise.child("update", update, i, t.id), f"{update:06d}/{i:04d}"))
+            group.create_task(
+                grower.grow(
+                    c.make,
+                    t,
+                    noise.child("update", update, i, t.id),
+                    f"{update:06d}/{i:04d}",
+                    arm_of(pairing, update, i),
+                )
+            )
             for i, (c, t) in enumerate(picks)
         ]
     return [job.result() for job in jobs]
@@ -184,11 +249,11 @@ def success(branch: Branch) -> float:
 
 
 def rollout_metrics(trees: Sequence[RolloutTree], pairs: Sequence[tuple[Segments, Credit]]) -> dict[str, Any]:
-    scored = [b for t in trees for b in t.scored]
+    scored = [b for t in trees for b in t.scored if b.trained]
     sampled = np.concatenate([s.entropies[s.sampled] for s, _ in pairs] or [np.zeros(0)])
     failures = [b.failure.kind for t in trees for b in t.branches if b.failure is not None]
     return {
-        "score": _mean([t.total_reward(b.id) for t in trees for b in t.scored]),
+        "score": _mean([t.total_reward(b.id) for t in trees for b in t.scored if b.trained]),
         "success": _mean([success(b) for b in scored]),
         "entropy": _mean(sampled),
         "informative": _mean([c.informative for _, c in pairs]),
@@ -223,12 +288,19 @@ def _resume(run: Run, ledger: Ledger) -> tuple[Scheduler, int]:
     return run.config.scheduler.model_validate(state["scheduler"]), done[-1] + 1
 
 
+def _spent(run: Run) -> int:
+    """What the updates so far have cost in the budget's column."""
+    rows = run.folder.rows("metrics.jsonl")
+    return int(rows[-1].get("spent", 0)) if rows else 0
+
+
 def _record(run: Run, update: int, row: dict[str, Any], ledger: Ledger, before: Ledger, scheduler: Scheduler) -> None:
     clocks = {k: v - getattr(before, k) for k, v in ledger.as_dict().items() if k.endswith("_seconds")}
     run.folder.append("metrics.jsonl", row | ledger.counts())
     run.folder.append("timings.jsonl", {"update": update} | clocks)
     write_json(run.folder.path / "ledger.json", ledger.as_dict())
     training = run.config.training
-    if update % training.checkpoint_every == 0 or update == training.updates:
+    marked = training.budget is not None and any(name.startswith("eval/") for name in row)
+    if update % training.checkpoint_every == 0 or training.ends(update, row.get("spent", 0)) or marked:
         state = {"update": update, "scheduler": scheduler.model_dump(mode="json"), "ledger": ledger.as_dict()}
         run.folder.save_checkpoint(update, run.save, state, training.keep_checkpoints)

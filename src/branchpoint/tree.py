@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +109,15 @@ class Fork:
         return (self.branch, self.turn, self.token)
 
 
+class Seeds(NamedTuple):
+    """What keyed a branch's randomness: the world's luck (equal in branches that are paired), the policy's own draws
+    (never equal), and whether the world's luck was switched off."""
+
+    world: int
+    policy: int
+    clean: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
     """One path of the tree from its fork on. Append-only: ids never change and equal the position in the tree.
@@ -125,6 +134,7 @@ class Branch:
     failure: Failure | None = None
     trained: bool = True
     pilot: bool = False
+    seeds: Seeds | None = None
 
     def __post_init__(self) -> None:
         if (self.stop == "failed") != (self.failure is not None):

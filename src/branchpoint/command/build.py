@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from branchpoint import env as envs
+from branchpoint.advantage import Ppo
 from branchpoint.config import Chat, ConfigError, Container, EnvSpec, RunConfig, Sampling, Shell
+from branchpoint.critic import Critic
 from branchpoint.learner import Learner
 from branchpoint.ledger import Ledger
 from branchpoint.noise import Noise
@@ -200,7 +202,9 @@ def _wired(
         update={"temperature": config.sampling.temperature, "vocabulary": parts.codec.vocabulary}
         | ({} if learns else {"kl": 0.0})
     )
-    learner = Learner(parts.model, settings, _reference(config, folder, parts) if learns else None)
+    learner = Learner(
+        parts.model, settings, _reference(config, folder, parts) if learns else None, _critic(config, parts)
+    )
     ledger.wall_seconds = time.perf_counter() - start
 
     def save(path: Path) -> None:
@@ -291,6 +295,12 @@ def _container(chosen: Container) -> MachineSandbox:
         ),
         capabilities=chosen.capabilities,
     )
+
+
+def _critic(config: RunConfig, parts: Words) -> Critic | None:
+    """The value head, for the estimator that has one."""
+    chosen = config.estimator
+    return Critic(parts.model, chosen.value_coef, chosen.value_lr) if isinstance(chosen, Ppo) else None
 
 
 def _reference(config: RunConfig, folder: RunFolder, parts: Words) -> Any:

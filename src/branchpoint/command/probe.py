@@ -1,4 +1,4 @@
-"""``branchpoint probe gradient | fidelity``: measurements on a run's checkpoint, or on the model that a config makes.
+"""``branchpoint probe gradient | fidelity | variance | plan``: measurements on a run's checkpoint, or on the model that a config makes.
 
 Each measurement is a :class:`Probe` in ``PROBES``; the modules that do the work are imported when they run. Results go
 as JSON into the folder ``probe`` of the run.
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from branchpoint.command import probe_variance as of_variance
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,12 +74,12 @@ def gradient(a: argparse.Namespace, console: Console) -> int:
 
 async def _gradient(a: argparse.Namespace, at: Bench) -> dict[str, Any]:
     """Schedulers that learn from earlier trees do so first: from the run's last ones, else from a few grown flat."""
-    from branchpoint.noise import Noise
+    from branchpoint.noise import Noise, arm_of
     from branchpoint.probe import gradient as probe
     from branchpoint.probe.design import Design
 
     config, noise = at.run.config, Noise(a.seed, a.seed).child("probe")
-    own = Design("run", config.scheduler, config.estimator, config.noise)
+    own = Design("run", config.scheduler, config.estimator, arm_of(config.noise, 1, 0))
     designs, prompts = [Design.parse(text, own) for text in a.designs], tuple(at.prompts(a.prompts))
     probe.Plan(tuple(designs), prompts, a.groups, a.column, a.level)  # refused before anything is grown
     earlier = at.earlier() or await probe.pilot(at.run, prompts, noise)
@@ -178,5 +180,7 @@ PROBES: dict[str, Probe] = {
     "fidelity": Probe(
         "whether restored snapshots are worlds of their own, equal to the frozen one", _fidelity_arguments, fidelity
     ),
+    "variance": Probe("where the return's variance lies", of_variance.variance_arguments, of_variance.variance),
+    "plan": Probe("where to fork: the predicted gain of each design", of_variance.plan_arguments, of_variance.plan),
 }
 """What can be measured, by name."""
