@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import lzma
+import os
 import subprocess
 import tarfile
 import threading
@@ -219,6 +220,7 @@ def test_the_eval_script_runs_hidden_tests_and_puts_the_old_ones_back(upstream: 
         (home / "a.py").write_text(f"def x():\n    return {value}\n")
         done = subprocess.run(  # the marks are on standard error, from set -x
             ["bash", "-c", "\n".join(lines)],
+            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             cwd=home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False,
         )  # fmt: skip
         outcomes = logs.parse(row.repo, logs.output(done.stdout))
@@ -374,9 +376,8 @@ def _check(name: str) -> None:
     assert verdict.holds, verdict
 
 
-@pytest.mark.parametrize("name", ["pallets__flask-5014", "django__django-15851"])
-def test_a_task_on_a_release_holds(name: str) -> None:
-    _check(name)
+def test_a_task_on_a_release_holds() -> None:
+    _check("pallets__flask-5014")
 
 
 @pytest.mark.slow
