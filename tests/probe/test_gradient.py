@@ -220,9 +220,9 @@ def test_a_block_of_columns_at_a_time_gives_the_same_gram(tmp_path: Path, monkey
     values = rng.normal(size=(3, 46))
     with probe.rows_on_disk(tmp_path / "rows", 3, parameters) as rows:
         for i, value in enumerate(values):
-            parameters[0].grad = torch.tensor(value[:35], dtype=torch.float32).reshape(7, 5)
-            parameters[1].grad = torch.tensor(value[35:], dtype=torch.float32) if i else None
-            kept = np.where(np.arange(46) < 35, value, value if i else 0.0)
+            parameters[0].grad = torch.tensor(value[:35], dtype=torch.float32).reshape(7, 5) if i else None
+            parameters[1].grad = torch.tensor(value[35:], dtype=torch.float32)
+            kept = np.where(np.arange(46) < 35, value if i else 0.0, value)
             assert rows.store(i) == pytest.approx(np.linalg.norm(kept), rel=1e-6)
         whole = rows.gram()
         monkeypatch.setattr(probe, "BLOCK_BYTES", 8 * 3 * 4)  # four columns
@@ -230,7 +230,7 @@ def test_a_block_of_columns_at_a_time_gives_the_same_gram(tmp_path: Path, monkey
         assert rows.values.dtype == np.float32
         assert whole.dtype == np.float64
     kept = np.array(values, np.float32).astype(np.float64)
-    kept[0, 35:] = 0.0
+    kept[0, :35] = 0.0
     np.testing.assert_allclose(whole, kept @ kept.T, rtol=1e-12)
     assert not (tmp_path / "rows").exists()
 

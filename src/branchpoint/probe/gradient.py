@@ -114,7 +114,7 @@ def group_gradient(learner: Learner, estimator: Estimator, tree: RolloutTree, le
     try:
         credit = estimator.credit(segments)
     except ValueError as e:  # what the estimator needs and the probe does not have, in its own words
-        raise ProbeError(f"estimator {estimator.kind!r}: {e}") from e
+        raise ProbeError(f"task {tree.task.id}: {e}") from e
     if not credit.informative:
         learner.optimizer.zero_grad(set_to_none=True)
         return False
@@ -135,8 +135,9 @@ def contrast(returns: Sequence[float]) -> float:
 
 
 def root_returns(tree: RolloutTree) -> list[float]:
-    """The returns of the roots' own rollouts."""
-    return [tree.total_reward(b.id) for b in tree.scored if b.fork is None or b.fork.node == (0, 0, 0)]
+    """The returns of the trained roots' own rollouts."""
+    roots = [b for b in tree.scored if b.fork is None or b.fork.node == (0, 0, 0)]
+    return [tree.total_reward(b.id) for b in roots if b.trained]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,8 +310,8 @@ class _Design:
             "trace_at_cost": _interval(self.at_cost.interval(self.plan.level)),
             "cost": float(np.mean(self.costs)),
             "ledger": {name: float(np.mean([s[name] for s in spent])) for name in spent[0]},
-            "score": float(np.mean([r for g in groups for r in g.returns])),
-            "contrast": float(np.mean(contrasts)) if contrasts else None,
+            "score": _mean([r for g in groups for r in g.returns]),
+            "contrast": _mean(contrasts),
             "informative": float(np.mean([g.informative for g in groups])),
             "branches": float(np.mean([g.branches for g in groups])),
             "failed": sum(g.failed for g in groups),
@@ -343,6 +344,10 @@ class _Design:
             "gap": self.square + base.square - 2 * product,
             "cosine": product / math.sqrt(norms) if self.square > 0 and base.square > 0 else None,
         }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def _interval(found: Interval | None) -> dict[str, float] | None:
