@@ -1,4 +1,5 @@
-"""Public faults of other libraries, restated: 17 (fork after torch, descriptors, zombies) and 22 (seeds)."""
+"""Public faults of other libraries, restated: 17 (fork after torch, descriptors, zombies), 19 (descendants of a command
+whose time is over), 20 (snapshots that resurrect or keep files) and 22 (seeds)."""
 
 from __future__ import annotations
 
@@ -7,10 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import anyio
 import pytest
 import sandbox_worlds as worlds
+import shell_kit
 from sandbox_help import descendants, open_fds, run
 
 from branchpoint.noise import Noise
@@ -26,6 +31,7 @@ _AFTER_TORCH = """
     sys.path[:0] = {path!r}
     import anyio, torch
     import sandbox_worlds as worlds
+import shell_kit
     from branchpoint.noise import Noise
     from branchpoint.sandbox.forkserver import ForkServer
     from branchpoint.world import Task
@@ -79,6 +85,74 @@ def test_17_cycles_of_create_fork_kill_close(server: ForkServer) -> None:
         assert not [p for p, state in descendants(os.getpid()).items() if state == "Z"]
 
     run(test)
+
+
+@pytest.fixture(scope="module")
+def shells() -> Iterator[Any]:
+    yield from shell_kit.opened()
+
+
+def _tree(machine: Any, place: str) -> str:
+    """A listing of all below a folder, with the content of files."""
+    listed = f"cd {place} && find . -printf '%P|%y|%m|%n|%l|%T@\\n' | sort"
+    return machine.run(f"{listed} && find . -type f -print0 | sort -z | xargs -0 sha256sum").output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "touch before; (sleep 1; echo late >after.txt) & echo partial; sleep 300",
+        "touch before; echo partial; setsid sh -c 'sleep 1; echo late >after.txt'",
+        "touch before; echo partial; trap '' TERM; (sleep 1; echo late >after.txt) & while :; do sleep 1; done",
+        "touch before; (sleep 1; echo late >after.txt) & echo partial; exec 3<> <(:); read x <&3",
+    ],
+)
+def test_19_descendants_end_with_a_command_whose_time_is_over(shells: Any, command: str) -> None:
+    machine = shell_kit.one(shells, workdir="/work")
+    begun = time.monotonic()
+    ran = machine.run(command, seconds=0.5)
+    assert time.monotonic() - begun < 20
+    assert (ran.timed_out, ran.output) == (True, "partial\n")
+    first = machine.freeze()
+    time.sleep(1.2)
+    assert machine.run("ls").output == "before\n"
+    second = machine.freeze()
+    trees = []
+    for frozen in (first, second):
+        branch = frozen.thaw()
+        trees.append(_tree(branch, "/work"))
+        branch.close()
+    assert trees[0] == trees[1]
+    machine.close()
+
+
+def test_20_snapshots_neither_resurrect_nor_keep_files(shells: Any, tmp_path: Any) -> None:
+    (tmp_path / "d/sub").mkdir(parents=True)
+    for name in ("d/old", "d/sub/foo", "a.txt"):
+        (tmp_path / name).write_text(name)
+    machine = shell_kit.one(shells, trees={"/work": tmp_path}, workdir="/work")
+    machine.run("rm -r d; mkdir -p d/sub; touch d/new")  # (a)
+    first = machine.freeze()
+    tree = _tree(machine, "/work")
+    for _ in range(2):
+        branch = first.thaw()
+        assert branch.run("find d | sort").output == "d\nd/new\nd/sub\n"
+        assert _tree(branch, "/work") == tree
+        branch.run("echo mine >own; rm a.txt")
+        branch.close()
+    machine.run("touch x")  # (b)
+    branch = first.thaw()
+    assert branch.run("ls").output == "a.txt\nd\n"
+    branch.run("rm a.txt; ln -s d/new a.txt; touch .wh.x .wh..wh..opq d/.wh.new; rm .wh.x")  # (c), (d)
+    third = branch.freeze().thaw()
+    assert (
+        third.run("readlink a.txt; ls -A . d").output == "d/new\n.:\n.wh..wh..opq\na.txt\nd\n\nd:\n.wh.new\nnew\nsub\n"
+    )
+    third.run("ln d/new hard; mkdir empty; chmod 2750 empty; touch -d @1000000000 d/new")  # (f)
+    tree = _tree(third, "/work")
+    for n in range(40):  # (e)
+        third = third.freeze().thaw()
+        assert _tree(third, "/work") == tree, f"depth {n}"
 
 
 async def _trajectory(env: ForkEnv) -> list[str]:
