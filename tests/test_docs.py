@@ -32,6 +32,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "Sampling: `sampling`": config.Sampling,
     "Limits: `limits`": Limits,
     "Training: `training`": config.Training,
+    "Budget: `training.budget`": config.Budget,
     "Learner: `learner`": LearnerConfig,
 }
 

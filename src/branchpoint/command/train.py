@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from branchpoint.command.screen import Screen
 from branchpoint.command.view import choose, draw
 from branchpoint.config import RunConfig
 from branchpoint.plot import learning_curve
-from branchpoint.store import RunFolder, StoreError, read_trees
+from branchpoint.store import RunFolder, StoreError, read_trees, write_json
 
 
 def train(path: Path, overrides: list[str], resume: bool, fresh: bool, console: Console) -> int:
@@ -83,7 +84,7 @@ def _dials(options: dict[str, Any]) -> str:
 
 def _close(config: RunConfig, folder: RunFolder, screen: Screen) -> None:
     rows = folder.rows("metrics.jsonl")
-    for update in range(config.training.updates, 0, -1):
+    for update in range(rows[-1]["update"] if rows else 0, 0, -1):
         trees = list(read_trees(folder.trees_file(update)))
         drawn = choose(trees, None)
         if len({drawn.total_reward(b.id) for b in drawn.scored}) > 1 or update == 1:
@@ -100,8 +101,10 @@ def _ledger(folder: RunFolder) -> dict[str, Any]:
     return json.loads((folder.path / "ledger.json").read_text(encoding="utf-8"))
 
 
-def evaluate(path: Path, overrides: list[str], console: Console) -> int:
-    """Evaluate the newest checkpoint of a run folder on its held-out tasks (other ones by overrides)."""
+def evaluate(path: Path, overrides: list[str], console: Console, out: Path | None = None) -> int:
+    """Evaluate the newest checkpoint of a run folder on its held-out tasks (other ones by overrides).
+
+    ``out``: a JSON file for the result, with the update, the numbers of tasks and the time."""
     folder = RunFolder(path)
     if not folder.started:
         raise StoreError(f"{path}: not a run folder (no config.yaml in it)")
@@ -115,6 +118,10 @@ def evaluate(path: Path, overrides: list[str], console: Console) -> int:
         total, failed = len(course.eval) * config.training.eval_repeats, result.get(f"eval_failed/{course.name}", 0)
         note = f" ({failed} more failed)" if failed else ""
         screen.say(f"{course.name}: {result[f'eval/{course.name}']:.1%} of {total - failed} rollouts succeed{note}")
+    if out is not None:
+        tasks = {f"tasks/{c.name}": len(c.eval) for c in run.courses}
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(out, result | tasks | {"update": folder.checkpoints()[-1], "date": date})
     return 0
 
 
