@@ -28,6 +28,7 @@ from branchpoint.probe.design import Design
 from branchpoint.probe.trace import ProbeError, mean_square, within
 from branchpoint.rollout import Grower
 from branchpoint.sandbox.inprocess import InProcess
+from branchpoint.scheduler import Flat
 from branchpoint.store import RunFolder
 from branchpoint.testing import CoinWorld, CounterWorld
 from branchpoint.train import Course, Run
@@ -255,6 +256,18 @@ def test_designs_are_read(tmp_path: Path) -> None:
     assert fixed.after(lengths).scheduler.model_dump()["expected"] == pytest.approx(
         np.mean([len(b.turns) for t in lengths for b in t.branches])
     )
+    settled = Design("run", run.config.scheduler, Rloo(), "independent", learnt=True)
+    assert Design.parse("run@paired", settled).after(lengths).scheduler == run.config.scheduler, "it has learnt already"
+    planned = Design("planned", Steering(), designs(run, "run")[0].estimator, "independent")
+    assert planned.after(lengths).estimator.model_dump()["gamma"] == (0.25, 0.75)
+
+
+class Steering(Flat):
+    """A scheduler that plans the weights of the siblings' baselines."""
+
+    @property
+    def gammas(self) -> tuple[float, ...]:
+        return (0.25, 0.75)
 
 
 def some_trees(run: Run) -> list[RolloutTree]:

@@ -19,6 +19,7 @@ from branchpoint.config import RunConfig
 from branchpoint.noise import Noise
 from branchpoint.policy.small import Sizes
 from branchpoint.probe.trace import ProbeError
+from branchpoint.scheduler import Scheduler
 from branchpoint.store import RunFolder, StoreError, read_trees, write_json
 from branchpoint.train import Course, Run, pick
 from branchpoint.tree import RolloutTree
@@ -42,6 +43,11 @@ class Bench:
         if len({(course.name, task.id) for course, task in picks}) < count:
             raise ProbeError(f"--prompts: fewer than {count} training tasks; widen envs.N.train, or ask for fewer")
         return picks
+
+    def scheduler(self) -> Scheduler:
+        """The run's scheduler with all that it had learnt at the checkpoint."""
+        own = self.run.config.scheduler
+        return own if self.update is None else own.model_validate(self.run.folder.load_state(self.update)["scheduler"])
 
     def earlier(self) -> list[RolloutTree]:
         """The trees of the update that made the checkpoint: what a scheduler may learn from. Empty when there are

@@ -1,4 +1,4 @@
-"""``branchpoint probe gradient | fidelity | variance | plan``: measurements on a run's checkpoint, or on the model that a config makes.
+"""``branchpoint probe gradient | fidelity | variance | plan``, on a run's checkpoint or the model that a config makes.
 
 Each measurement is a :class:`Probe` in ``PROBES``; the modules that do the work are imported when they run. Results go
 as JSON into the folder ``probe`` of the run.
@@ -79,7 +79,8 @@ async def _gradient(a: argparse.Namespace, at: Bench) -> dict[str, Any]:
     from branchpoint.probe.design import Design
 
     config, noise = at.run.config, Noise(a.seed, a.seed).child("probe")
-    own = Design("run", config.scheduler, config.estimator, arm_of(config.noise, 1, 0))
+    learnt = at.update is not None
+    own = Design("run", at.scheduler(), config.estimator, arm_of(config.noise, 1, 0), learnt)
     designs, prompts = [Design.parse(text, own) for text in a.designs], tuple(at.prompts(a.prompts))
     probe.Plan(tuple(designs), prompts, a.groups, a.column, a.level)  # refused before anything is grown
     earlier = at.earlier() or await probe.pilot(at.run, prompts, noise)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from branchpoint.advantage import Estimator, Reinforce, Tree
+from branchpoint.advantage import Estimator, Reinforce, Tree, steered
 from branchpoint.noise import Arm
 from branchpoint.probe.trace import ProbeError
 from branchpoint.scheduler import Scheduler
@@ -22,12 +22,14 @@ SYNTAX = "KIND[:field=value,...][@ARM], for example flat:roots=8, fixed:at=[0.5]
 @dataclass(frozen=True)
 class Design:
     """A topology (any scheduler, ``flat`` included), an estimator, and whether the branches of a group share the
-    world's luck: ``paired`` (roots and siblings together), ``independent``, or ``clean`` (no luck)."""
+    world's luck: ``paired`` (roots and siblings together), ``independent``, or ``clean`` (no luck). ``learnt``: the
+    scheduler has learnt from earlier trees already."""
 
     name: str
     scheduler: Scheduler
     estimator: Estimator
     arm: Arm
+    learnt: bool = False
 
     @staticmethod
     def parse(text: str, run: Design) -> Design:
@@ -50,13 +52,16 @@ class Design:
             _valid(Scheduler, settings, text),
             run.estimator if estimator is None else _valid(Estimator, _kind(estimator), text),
             arm,  # type: ignore[arg-type]
+            run.learnt and kind == "run",
         )
         made._check()
         return made
 
     def after(self, trees: Sequence[RolloutTree]) -> Design:
-        """The design with what its scheduler learns from *earlier* trees (expected lengths, lagged quantiles)."""
-        return Design(self.name, self.scheduler.update(trees), self.estimator, self.arm)
+        """The design with what its scheduler learns from *earlier* trees (expected lengths, lagged quantiles, a plan),
+        the weights of the baselines that it plans included."""
+        scheduler = self.scheduler if self.learnt else self.scheduler.update(trees)
+        return replace(self, scheduler=scheduler, estimator=steered(self.estimator, scheduler.gammas), learnt=True)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
