@@ -28,7 +28,7 @@ demo: $(VENV)/.ready
 	$(BIN)/branchpoint train examples/demo.yaml --fresh
 
 test: $(VENV)/.ready check
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
