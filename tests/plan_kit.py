@@ -154,6 +154,10 @@ def forks(times: Sequence[int], widths: Sequence[int], gammas: Sequence[float]) 
     return {t: (k, g) for t, k, g in zip(times, widths, gammas, strict=True)}
 
 
+def drawn(p: np.ndarray, rng: np.random.Generator) -> int:
+    return min(int(np.searchsorted(np.cumsum(p), rng.random())), len(p) - 1)
+
+
 def grown(family: Family, roots: int, widths: dict[int, int], rng: np.random.Generator) -> RolloutTree:
     """A tree of the process, one token an action, forked before the given turns."""
     branches: list[Branch] = []
@@ -166,9 +170,9 @@ def grown(family: Family, roots: int, widths: dict[int, int], rng: np.random.Gen
             if turn in widths and turn > first:
                 pending += [(me, turn, s)] * (widths[turn] - 1)
             p = np.array(family.pi[s])
-            a = int(rng.choice(len(p), p=p))
+            a = drawn(p, rng)
             outcomes = family.trans[s][a]
-            _, reward, after = outcomes[int(rng.choice(len(outcomes), p=[o[0] for o in outcomes]))]
+            _, reward, after = outcomes[drawn(np.array([o[0] for o in outcomes]), rng)]
             log, entropy = np.log(p[a : a + 1]), np.array([-np.sum(p * np.log(p))])
             seen = np.zeros(0 if turns == [] and fork else 1, np.int32)
             turns.append(Turn(seen, np.array([a], np.int32), log, log, entropy, reward))

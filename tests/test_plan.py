@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 import plan_kit
 from branchpoint import plan
 from branchpoint.lagged import Evidence, Verdict, squared_scores, usable
+from branchpoint.noise import Noise
 from branchpoint.plan import Plan, PlanError, Profile
-from branchpoint.tree import Segments
+from branchpoint.planned import Planned
+from branchpoint.tree import RolloutTree, Segments
+from branchpoint.watch import Start
 
 STEPS = 64.0
 NAMES = sorted(plan_kit.FAMILIES)
@@ -246,3 +251,79 @@ def test_boundaries_of_short_episodes() -> None:
     assert usable(8.0) == (1, 2, 3)
     assert usable(3.0) == (1, 2)  # at turns 1, 2 and 2
     assert usable(1.0) == ()
+
+
+# --- the scheduler ------------------------------------------------------------------------------------------------
+
+
+def batch(family: plan_kit.Family, scheduler: Planned, rng: np.random.Generator, count: int) -> list[RolloutTree]:
+    widths = {round(a * scheduler.expected): k for a, k in zip(scheduler.state.at, scheduler.state.width, strict=True)}
+    return [plan_kit.grown(family, scheduler.roots, widths, rng) for _ in range(count)]
+
+
+def reasons(family: plan_kit.Family, batches: int, count: int, seed: int) -> list[Planned]:
+    """The schedulers of so many batches. Each goes through JSON on the way, as in a checkpoint."""
+    rng, out = np.random.default_rng(seed), [Planned(roots=8, expected=8.0, refresh=50)]
+    for _ in range(batches):
+        again = Planned.model_validate(json.loads(json.dumps(out[-1].model_dump(mode="json"))))
+        assert again == out[-1]
+        out.append(again.update(batch(family, again, rng, count)))
+    return out
+
+
+def test_it_measures_then_plans_and_keeps_what_wins(families: dict[str, plan_kit.Family]) -> None:
+    made = reasons(families["late decides"], 6, 12, 0)
+    assert [s.state.at for s in made[:3]] == [(0.5,), (0.25,), (0.75,)]
+    assert [s.state.why for s in made] == ["measure"] * 3 + ["plan"] * 4
+    assert all(s.state.at[-1] == 0.75 for s in made[3:])
+    assert all(s.state.width[-1] > 2 for s in made[3:])
+    assert made[-1].gammas == made[-1].state.gamma
+    ratio = made[-1].metrics()["plan/measured"]
+    assert ratio is not None
+    assert ratio < 0.8
+
+
+def test_it_falls_back_to_the_flat_group_where_the_plan_loses(families: dict[str, plan_kit.Family]) -> None:
+    made = reasons(families[ALL_RIGHT], 10, 16, 1)
+    why = [s.state.why for s in made]
+    assert "pause" in why
+    rest = made[why.index("pause")]
+    assert (rest.state.at, rest.roots) == ((), 8)
+    before = made[why.index("pause") - 1]
+    assert before.state.at != ()
+
+
+def test_the_group_stays_flat_where_all_returns_are_alike(families: dict[str, plan_kit.Family]) -> None:
+    entry = dict(plan_kit.FAMILIES["late decides"])
+    entry["trans"] = [[[[p, 0.0, n] for p, _, n in outs] for outs in acts] for acts in entry["trans"]]
+    made = reasons(plan_kit.Family(entry), 4, 8, 2)[-1]
+    assert (made.state.why, made.state.at, made.roots) == ("alike", (), 8)
+
+
+def test_failed_and_missing_trees_teach_nothing() -> None:
+    before = Planned(roots=8)
+    after = before.update([])
+    assert after.state.evidence == before.state.evidence
+    assert after.state.why == "measure"
+
+
+def test_the_watch_forks_where_the_design_says() -> None:
+    scheduler = Planned(roots=8, expected=8.0)
+    watch = scheduler.watch(Noise(0))
+    assert [p.turn for t in range(8) for p in watch.meet(t, 0.5)] == [4]
+    later = scheduler.watch(Noise(0), Start(4, 0, 4, 1))
+    assert not [p for t in range(4, 8) for p in later.meet(t, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"roots": 3}, "greater than or equal to 4"),
+        ({"budget": 8, "least": 20}, "memory"),
+        ({"depth": 3}, "depth"),
+        ({"budget": "many"}, "budget"),
+    ],
+)
+def test_bad_settings_are_refused(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        Planned(**fields)  # type: ignore[arg-type]
