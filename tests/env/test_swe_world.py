@@ -19,7 +19,8 @@ from branchpoint.env.swe.rehearsal import Rehearsal
 from branchpoint.env.swe.task import ROOT, Instance, Repository
 from branchpoint.noise import Noise
 from branchpoint.sandbox.inprocess import InProcess
-from branchpoint.sandbox.machine import MachineSandbox
+from branchpoint.sandbox.machine import Housed, MachineSandbox
+from branchpoint.testing import check_env
 from branchpoint.train import Course
 from branchpoint.world import EnvironmentFailure, Step, Task
 
@@ -150,6 +151,13 @@ def test_the_warm_start_of_a_run_is_played_in_its_sandbox(sandbox: MachineSandbo
         next(build.transcripts(config, (lesson,), InProcess()))
 
 
+def test_the_world_in_a_machine_keeps_the_contract(sandbox: MachineSandbox) -> None:
+    plan = ("view calc/__init__.py", "search result", "run ls; cd /", "run pwd", "edit x\nbad", "submit")
+    report = check_env(lambda made: Housed(swe.make(made), sandbox.machines), task(), actions=plan)
+    report.assert_ok()
+    assert sum(result.status == "ok" for result in report.results) >= 10
+
+
 OLD_TESTS = kit.TESTS[: kit.TESTS.index("def test_total")] + kit.TESTS[kit.TESTS.index("def test_empty") :]
 PATCHED = dataclasses.replace(INSTANCE, test_patch=patch.diff("tests/test_calc.py", OLD_TESTS, kit.TESTS))
 
@@ -270,7 +278,7 @@ def test_injection_keeps_what_tests_notice_goes_on_and_does_not_depend_on_jobs(
         known.setattr(inject, "_run", None)
         one = make(2, 1, "one.jsonl")
     assert one == make(2, 2, "two.jsonl")
-    assert (one.tests, one.flaky) == (tuple(f"tests/test_calc.py::test_{n}" for n in ("total", "empty", "largest")), ())
+    assert (one.tests, one.flaky) == (tuple(f"tests/test_calc.py::test_{n}" for n in ("empty", "largest", "total")), ())
     for instance in one.instances():
         assert len(instance.FAIL_TO_PASS) == 1
         assert {*instance.FAIL_TO_PASS, *instance.PASS_TO_PASS} == set(one.tests)

@@ -50,9 +50,27 @@ def _env(name: str) -> Any:
 
     make = envs.make(name)
     if ":" not in name:
-        return check_env(make, envs.tasks(name, n=1)[0])
-    tasks = getattr(import_module(name.split(":")[0]), "tasks", None)
-    return check_env(make, tasks("train", n=1)[0] if tasks else Task("check", name))
+        task = envs.tasks(name, n=1)[0]
+    else:
+        tasks = getattr(import_module(name.split(":")[0]), "tasks", None)
+        task = tasks("train", n=1)[0] if tasks else Task("check", name)
+    world = make(task)
+    world.close()
+    if not hasattr(world, "attach"):
+        return check_env(make, task)
+    from branchpoint.sandbox.machine import Housed
+    from branchpoint.sandbox.shell import ShellMachines
+
+    machines = ShellMachines()
+
+    def housed(task: Task) -> Housed:
+        return Housed(make(task), machines)
+
+    housed.__qualname__ = f"{name} on shell machines"
+    try:
+        return check_env(housed, task)
+    finally:
+        machines.close()
 
 
 def _sandbox(name: str, image: str | None) -> Iterator[Any]:

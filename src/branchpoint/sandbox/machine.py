@@ -132,6 +132,34 @@ class MachineWorld(World, Protocol):
     def set_state(self, state: Any) -> None: ...
 
 
+class Housed:
+    """A machine world in a machine of its own, as a plain world: for one episode, without snapshots."""
+
+    def __init__(self, world: Any, machines: Machines) -> None:
+        self._world, self._machine = world, machines.start(world.image)
+        _move_in(world, self._machine, machines)
+
+    def reseed(self, noise: Noise) -> None:
+        _drive.reseed_world(self._world, noise)
+
+    def reset(self) -> Step:
+        return self._world.reset()
+
+    def step(self, action: str) -> Step:
+        return self._world.step(action)
+
+    def close(self) -> None:
+        self._machine.close()
+        self._world.close()
+
+
+def _move_in(world: Any, machine: Machine, machines: Machines) -> None:
+    spare = getattr(world, "spare", None)
+    if spare is not None:
+        spare(machines.start)
+    world.attach(machine)
+
+
 class MachineSandbox(InProcess):
     """A sandbox whose worlds get a machine each (``Sandbox`` of :mod:`branchpoint.world`).
 
@@ -200,10 +228,7 @@ class MachineEnv:
         self._sandbox, self._fresh = sandbox, fresh
         self._stage = _drive.Stage()
         with _drive.typed("attaching the machine"):
-            spare = getattr(world, "spare", None)
-            if spare is not None:
-                spare(sandbox.machines.start)
-            world.attach(machine)
+            _move_in(world, machine, sandbox.machines)
             _drive.reseed_world(world, noise)
 
     async def reset(self) -> Step:

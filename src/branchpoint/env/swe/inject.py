@@ -21,7 +21,7 @@ from branchpoint.world import BranchFailure, UserError
 
 BASELINE_RUNS = 5
 _MOST_FAILING = 0.5
-_SECONDS = 30.0  # a mutant that needs longer than this for a test run hangs
+_SECONDS = 60.0  # a mutant that needs longer than this for a test run hangs
 Say = Callable[[str], None]
 
 
@@ -114,7 +114,7 @@ def baseline(repository: Repository, machines: Machines, jobs: int = 1) -> tuple
     tree = place.tree(repository)
 
     def once(_: int) -> results.Results:
-        return _run(repository, tree, machines, {})
+        return _run(repository, tree, machines, {}, repository.recipe.seconds)
 
     with ThreadPoolExecutor(jobs) as pool:
         runs = list(pool.map(once, range(BASELINE_RUNS)))
@@ -129,12 +129,14 @@ def baseline(repository: Repository, machines: Machines, jobs: int = 1) -> tuple
     return tuple(sorted(stable)), tuple(sorted(frozenset.union(*passed) - stable))
 
 
-def _run(repository: Repository, tree: Path, machines: Machines, files: dict[str, bytes | None]) -> results.Results:
+def _run(
+    repository: Repository, tree: Path, machines: Machines, files: dict[str, bytes | None], seconds: float
+) -> results.Results:
     image = place.grading(place.image(repository.recipe, tree))
     machine: Machine = machines.start(image)
     try:
         grade.prepare(machine, files)
-        return results.run(machine, replace(repository.recipe, seconds=min(repository.recipe.seconds, _SECONDS)))
+        return results.run(machine, replace(repository.recipe, seconds=seconds))
     finally:
         machine.close()
 
@@ -150,7 +152,7 @@ def judge(
     patch, reverse = mutate.diffs(path, before, mutation)
     if grade.diffs.apply(reverse, lambda _: after.decode())[path] != before.decode():
         raise InjectError(f"{repository.name}: the reverse patch of mutant {number} does not undo it")
-    done = _run(repository, tree, machines, {path: after})
+    done = _run(repository, tree, machines, {path: after}, min(repository.recipe.seconds, _SECONDS))
     if done.trouble:
         return None
     passed = done.passed()
