@@ -98,32 +98,33 @@ def _tree(machine: Any, place: str) -> str:
     return machine.run(f"{listed} && find . -type f -print0 | sort -z | xargs -0 sha256sum").output
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "touch before; (sleep 1; echo late >after.txt) & echo partial; sleep 300",
-        "touch before; echo partial; setsid sh -c 'sleep 1; echo late >after.txt'",
-        "touch before; echo partial; trap '' TERM; (sleep 1; echo late >after.txt) & while :; do sleep 1; done",
-        "touch before; (sleep 1; echo late >after.txt) & echo partial; exec 3<> <(:); read x <&3",
-    ],
+OVERDUE = (
+    "touch before; (sleep 1; echo late >after.txt) & echo partial; sleep 300",
+    "touch before; echo partial; setsid sh -c 'sleep 1; echo late >after.txt'",
+    "touch before; echo partial; trap '' TERM; (sleep 1; echo late >after.txt) & while :; do sleep 1; done",
+    "touch before; (sleep 1; echo late >after.txt) & echo partial; exec 3<> <(:); read x <&3",
 )
-def test_19_descendants_end_with_a_command_whose_time_is_over(shells: Any, command: str) -> None:
-    machine = shell_kit.one(shells, workdir="/work")
-    begun = time.monotonic()
-    ran = machine.run(command, seconds=0.5)
-    assert time.monotonic() - begun < 20
-    assert (ran.timed_out, ran.output) == (True, "partial\n")
-    first = machine.freeze()
+
+
+def test_19_descendants_end_with_a_command_whose_time_is_over(shells: Any) -> None:
+    machines = [shell_kit.one(shells, workdir="/work") for _ in OVERDUE]
+    first = []
+    for command, machine in zip(OVERDUE, machines, strict=True):
+        begun = time.monotonic()
+        ran = machine.run(command, seconds=0.5)
+        assert time.monotonic() - begun < 20, command
+        assert (ran.timed_out, ran.output) == (True, "partial\n"), command
+        first.append(machine.freeze())
     time.sleep(1.2)
-    assert machine.run("ls").output == "before\n"
-    second = machine.freeze()
-    trees = []
-    for frozen in (first, second):
-        branch = frozen.thaw()
-        trees.append(_tree(branch, "/work"))
-        branch.close()
-    assert trees[0] == trees[1]
-    machine.close()
+    for command, machine, frozen in zip(OVERDUE, machines, first, strict=True):
+        assert machine.run("ls").output == "before\n", command
+        trees = []
+        for each in (frozen, machine.freeze()):
+            branch = each.thaw()
+            trees.append(_tree(branch, "/work"))
+            branch.close()
+        assert trees[0] == trees[1], command
+        machine.close()
 
 
 def test_20_snapshots_neither_resurrect_nor_keep_files(shells: Any, tmp_path: Any) -> None:

@@ -154,7 +154,7 @@ def _last(bench: Bench, marker: str) -> tuple[Machine, threading.Thread, list[ob
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    thread.join(0.1)
+    thread.join(0.05)
     return machine, thread, ended
 
 
