@@ -94,7 +94,8 @@ class Evidence(_Sums):
 
 class Verdict(_Sums):
     """Whether a design pays: faded sums of d = (what the flat group would have) - (what the tree has), per tree, of the
-    squared gradient at equal cost. ``design``: where it forks, and into how many."""
+    squared gradient at equal cost; trees whose outcomes are all alike say nothing and are not counted. ``design``:
+    where it forks, and into how many."""
 
     design: tuple[tuple[float, int], ...] = ()
     count: float = 0.0
@@ -107,11 +108,12 @@ class Verdict(_Sums):
         """With these trees of one design, each measured as by :func:`squares`."""
         found = [squares(s, gamma, unit) for t in trees if len((s := Segments.of(t)).parent) > 1]
         pairs = [f for f in found if f is not None]
-        if not pairs:
+        if not any(f[0] > 0 or f[1] > 0 for f in pairs):
             return self
         tree, flat, cost, episode = (np.array(column) for column in zip(*pairs, strict=True))
         rollouts = float(np.sum(cost) / np.sum(episode))
-        flat = flat / (rollouts - 1)
+        told = (tree > 0) | (flat > 0)
+        tree, flat = tree[told], flat[told] / (rollouts - 1)
         d = flat - tree
         return self.model_copy(
             update={
