@@ -50,6 +50,17 @@ if ! command -v bwrap >/dev/null; then
     fi
 fi
 
+if ! command -v chromium >/dev/null; then
+    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] &&
+        echo "setup: installing system packages (apt-get install chromium): the probe's page is tested in it" &&
+        apt-get update -qq &&
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; then
+        :
+    else
+        echo "setup: no chromium; the test of the probe's page in a browser will be skipped (sudo apt-get install chromium)"
+    fi
+fi
+
 if [ ! -x "$VENV/bin/python" ]; then
     echo "setup: creating $VENV"
     "$PYTHON" -m venv "$VENV" || {
