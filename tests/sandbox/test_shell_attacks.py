@@ -141,8 +141,22 @@ def test_read_files_of_the_host(machine: Any, outside: Path) -> None:
     assert machine.run("cat /etc/passwd").output.count("\n") <= 4  # not that of this computer
 
 
-def test_descriptors_lead_nowhere(machine: Any) -> None:
-    held(python(machine, kit.DESCRIPTORS))
+def test_descriptors_lead_nowhere(box: Box, machine: Any) -> None:
+    """Neither its own nor those of a machine beside it."""
+    if box.pid != os.getpid():
+        held(python(machine, kit.DESCRIPTORS))
+        return
+    other = box.start(Image())
+    beside: list[Ran] = []
+    thread = threading.Thread(target=lambda: beside.append(other.run("sleep 2; echo beside")))
+    thread.start()
+    try:
+        time.sleep(0.3)
+        held(python(machine, kit.DESCRIPTORS))
+    finally:
+        thread.join(30)
+        other.close()
+    assert [r.output for r in beside] == ["beside\n"]
 
 
 def test_network(machine: Any) -> None:
