@@ -60,7 +60,9 @@ def view(place: Path, number: int | None, credit_of: object, console: Console) -
 def draw(tree: RolloutTree, estimator: object, console: Console) -> None:
     """Print a tree. ``estimator``: anything with ``credit(segments)``, or None to leave the credit out."""
     segments = Segments.of(tree)
-    credit = estimator.credit(segments) if estimator is not None else None  # type: ignore[attr-defined]
+    # A critic's values are not in the tree, so neither is the credit that they gave.
+    known = estimator is not None and not estimator.critic  # type: ignore[attr-defined]
+    credit = estimator.credit(segments) if known else None  # type: ignore[attr-defined]
     failed = [b for b in tree.branches if b.failure is not None]
     head = f"{tree.task.id}   {len(tree.scored)} rollouts"
     head += f", {len(failed)} failed" if failed else ""
