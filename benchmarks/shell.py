@@ -60,7 +60,7 @@ def timed(call: Callable[[], Any], before: Callable[[], Any] = lambda: None, rep
 def fresh(machine: Any) -> None:
     """A sandbox of a machine's layers that runs ``bash -c true``."""
     order = machine._order() | machine._launch() | {"command": ["/usr/bin/bash", "-c", "true"]}
-    told, _ = link.Running(machine._machines.link, order, b"", (1 << 12, 1 << 12)).wait(20)
+    told, _ = link.Running(machine._machines.link, order, b"", b"", (1 << 12, 1 << 12)).wait(20)
     assert told["code"] == 0, told
 
 

@@ -71,6 +71,7 @@ def test_files_and_shell_go_on_from_command_to_command(machine: Any) -> None:
 def test_what_a_command_is_given_and_gives_back(machine: Any) -> None:
     assert machine.run("cat", stdin=b"\xffin\n").output == "\ufffdin\n"
     assert machine.run("cat; echo end").output == "end\n"  # nothing to wait for
+    assert machine.run("cat /dev/stdin; cat /dev/stdin", stdin=b"1").output == "11"
     assert machine.run("exit 7").code == 7
     assert machine.run("kill -TERM $BASHPID").code == 128 + signal.SIGTERM
     assert machine.run("echo $SHLVL; ((BASHPID == $$)) && echo same").output == "1\nsame\n"
@@ -320,6 +321,11 @@ def test_disk_and_files_are_limited_with_what_was_inherited(machine: Any) -> Non
     assert told.notes
     machine.run("rm /tmp/b")
     assert machine.run("echo usable > /tmp/c; cat /tmp/c").output == "usable\n"
+    machine.run("for i in {1..3000}; do : > /tmp/g$i; done 2>/dev/null")
+    assert "No space left" in machine.run("touch /tmp/one-more").output
+    assert machine.run("rm /tmp/g1 && touch /tmp/one-more; echo $?").output == "0\n"
+    machine.freeze()
+    assert machine.run("rm /tmp/g2*0; touch /tmp/another; echo $?").output == "0\n"
     sibling = machine.freeze().thaw()
     assert "No space left" in sibling.run("head -c 20M /dev/zero > /tmp/d").output
     assert "No space left" in sibling.run("for i in {1..3000}; do : > /tmp/f$i; done").output

@@ -20,21 +20,22 @@ import select
 import shutil
 import signal
 import socket
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from branchpoint.sandbox import _shell_cgroup as cgroup
 from branchpoint.sandbox import _shell_files as files
 from branchpoint.sandbox import _shell_mount as mount
+from branchpoint.sandbox import _shell_process as process
 
-LARGEST = 1 << 17
+LARGEST = process.LARGEST
 STORES = "k"  # holds a file system, or a folder, for the layers of each machine
 _DEVICES = "dev"
 FOLDERS = (STORES, _DEVICES)
 """What the folder that a keeper works in must hold."""
+_SPARE = 16
 _MANY = 64  # stores of machines; a list of mounts that long costs more than to take them away
 _NETWORKS = 4  # that are made while there is nothing else to do: one takes milliseconds
 _ROOT = "/tmp"  # where a child puts a machine's root in its own mount namespace: a place that every system has
@@ -88,7 +89,7 @@ class Keeper:
         mount.adopt_orphans()
         if self.memory:
             mount.attach(mount.memory(1 << 20, 1 << 16), STORES)
-            if not _keeps_attributes(STORES):
+            if not mount.keeps_attributes(STORES):
                 mount.detach(STORES)
                 self.memory = False
         mount.make_devices(_DEVICES)
@@ -113,7 +114,7 @@ class Keeper:
             for pid in self.calls:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for pid in _children():
+            for pid in process.children():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
@@ -137,7 +138,7 @@ class Keeper:
             reply.send(json.dumps(answer).encode())
 
     def _request(self) -> None:
-        data, fds, _, _ = socket.recv_fds(self.control, LARGEST, 8, socket.MSG_CMSG_CLOEXEC)
+        data, fds = process.receive(self.control)
         if not data:
             raise SystemExit
         order = json.loads(data)
@@ -158,7 +159,8 @@ class Keeper:
         changed = bool(os.listdir(f"{place}/u")) or os.stat(f"{place}/u").st_mode & 0o7777 != _MODE
         if changed:
             os.rename(f"{place}/u", order["layer"])
-            self._upper(place)
+            with self._room(place, order["room"]):
+                self._upper(place)
         told = os.statvfs(place)
         used = (told.f_blocks - told.f_bfree) * told.f_frsize if self.memory else 0
         self._say(reply, changed=changed, bytes=used, files=told.f_files - told.f_ffree if self.memory else 0)
@@ -202,6 +204,21 @@ class Keeper:
         os.chmod(f"{place}/u", _MODE)
         if self.user is not None:
             os.chown(f"{place}/u", self.user, self.user)
+
+    @contextmanager
+    def _room(self, place: str, then: int = 0) -> Iterator[None]:
+        """A few files beyond the limit, for folders of the keeper's own where commands have used all up.
+
+        ``then``: how many there is room for afterwards at least.
+        """
+        told = os.statvfs(place)
+        short = self.memory and told.f_ffree < max(_SPARE, then)
+        if short:
+            mount.resize(place, told.f_files - told.f_ffree + _SPARE)
+        yield
+        if short:
+            now = os.statvfs(place)
+            mount.resize(place, max(told.f_files, now.f_files - now.f_ffree + then))
 
     # Requests that a child works on
 
@@ -261,8 +278,9 @@ class Keeper:
         """Mounts a machine's root in this child's namespace. Returns what could not be mounted in it."""
         trees = [(mount.read_only(source), inside) for inside, source in binds]
         shutil.rmtree(f"{place}/w", ignore_errors=True)  # the kernel refuses one that was volatile
-        os.mkdir(f"{place}/w", 0o700)
-        mount.attach(mount.overlay(lowers, f"{place}/u", f"{place}/w"), _ROOT)
+        with self._room(place):
+            os.mkdir(f"{place}/w", 0o700)
+            mount.attach(mount.overlay(lowers, f"{place}/u", f"{place}/w"), _ROOT)
         missing: list[str] = []
         for tree, inside in trees:
             target = files.place(_ROOT, inside)
@@ -274,7 +292,7 @@ class Keeper:
         return missing
 
     def do_run(self, order: dict[str, Any], reply: socket.socket, fds: Sequence[int]) -> None:
-        """Starts a command. Descriptors: standard input, output, and what shells tell."""
+        """Starts a command. Descriptors: script, output, what shells tell, and the command's input."""
         machine = order["machine"]
         place = self._store(machine, order["bytes"], order["inodes"])
         if machine not in self.network_of and self.networks:
@@ -308,11 +326,14 @@ class Keeper:
             mount.enter(network)
         for inside in missing:
             os.write(fds[1], f"sandbox: {inside} is not there: its folder was moved away\n".encode())
-        lowest = order["told"] + 3
+        lowest = order["told"] + 4
         info = fcntl.fcntl(info, fcntl.F_DUPFD, lowest)
-        given = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest) for fd in (*fds[:2], fds[1], fds[2], *os.pipe())]
+        script, output, told, stdin = fds
+        wanted = (script, output, output, told, *os.pipe(), stdin)
+        given = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest) for fd in wanted]
         for target, source in zip((0, 1, 2, *range(order["told"], lowest)), given, strict=True):
             os.dup2(source, target)
+        os.closerange(3, order["told"])  # all others close on exec, too
         for name, value in order["rlimits"].items():
             resource.setrlimit(getattr(resource, name), (value, value))
         os.umask(0o022)
@@ -344,8 +365,8 @@ class Keeper:
             call.first = json.loads(told)["child-pid"]
             call.started = True
         if not call.first:  # killed before it could say; what it had begun is ours now
-            call.first = next((child for child in _children() if child not in self.known), 0)
-        if call.first and _mine(call.first):
+            call.first = next((child for child in process.children() if child not in self.known), 0)
+        if call.first and process.mine(call.first):
             os.kill(call.first, signal.SIGKILL)
             self._await(call.first, lambda _: self._done(pid, call))
         else:
@@ -376,29 +397,6 @@ _BWRAP = (
 )  # fmt: skip
 
 
-def _mine(pid: int) -> bool:
-    """Whether a process is a child of this one, living or waiting to be reaped."""
-    try:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
-
-
-def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
-
-
-def _keeps_attributes(place: str) -> bool:
-    """Whether a file system keeps the extended attributes that an overlay needs; memory does since Linux 6.6."""
-    try:
-        os.setxattr(place, "user.overlay.probe", b"y")
-    except OSError:
-        return False
-    return True
-
-
 def main(fd: int) -> None:
     """The program. Its first message holds the settings; it works in the folder that it was started in."""
     control = socket.socket(fileno=fd)
@@ -411,7 +409,3 @@ def main(fd: int) -> None:
     with suppress(KeyboardInterrupt, SystemExit):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's affair
         keeper.serve()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -109,7 +109,10 @@ def answer(reply: socket.socket) -> dict[str, Any]:
     data = reply.recv(keeper.LARGEST)
     if not data:
         raise SandboxFailure("the keeper of the shell sandbox has ended, or lost a request")
-    told: dict[str, Any] = json.loads(data)
+    try:
+        told: dict[str, Any] = json.loads(data)
+    except ValueError as error:
+        raise SandboxFailure("the keeper of the shell sandbox gave no answer that can be read") from error
     if "error" in told and "errno" not in told:
         raise SandboxFailure(f"the shell sandbox: {told['error']}")
     return told
@@ -168,20 +171,22 @@ class Kept:
 class Running:
     """A command that runs: its two streams, and the socket that its end is told on and that ends it when closed."""
 
-    def __init__(self, link: Keeper, order: Mapping[str, Any], stdin: bytes, limits: tuple[int, int]) -> None:
+    def __init__(
+        self, link: Keeper, order: Mapping[str, Any], script: bytes, stdin: bytes, limits: tuple[int, int]
+    ) -> None:
         self.output, self.state = Kept(limits[0]), Kept(limits[1])
-        given = source(stdin)
+        given = [source(script), source(stdin)]
         out, out_w = os.pipe()
         told, told_w = os.pipe()
         self._streams = {out: self.output, told: self.state}
         try:
-            self._reply = link.send({"do": "run", **order}, [given, out_w, told_w])
+            self._reply = link.send({"do": "run", **order}, [given[0], out_w, told_w, given[1]])
         except BaseException:
             os.close(out)
             os.close(told)
             raise
         finally:
-            for fd in (given, out_w, told_w):
+            for fd in (*given, out_w, told_w):
                 os.close(fd)
 
     def stop(self) -> None:

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 _MARK = 230  # the descriptor of shells that leads to the host, out of the way of a script's own
 _NEVER = _MARK + 1  # and two of a pipe that nobody writes to, to wait on
+_INPUT = _NEVER + 2  # what the command reads
 _GRACE = 5  # hundredths of a second that processes which are about to end get before they count as left
 _KILLED = 137
 _SMALL = 16 << 20  # bytes of a layer that is merged with its neighbours
+_ROOM = 16  # the part of the limits that a machine has after a snapshot at least: a deletion takes a file there
 _MOST = 400  # layers; the kernel refuses 500
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/home/user", "USER": "user", "LOGNAME": "user",
@@ -92,7 +94,7 @@ class ShellMachine:
             mark = secrets.token_hex(16)
             script = _script(command, self._state.shell, mark, self.image.workdir, self._prepared.shell, limits)
             running = link.Running(
-                self._machines.link, self._order() | self._launch(), script + stdin,
+                self._machines.link, self._order() | self._launch(), script, stdin,
                 (limits.output_bytes, 4 * _shell_state.LIMIT),
             )  # fmt: skip
             self._running = running
@@ -138,8 +140,8 @@ class ShellMachine:
             "lowers": [*(layer.path for layer in self._state.layers), *self._prepared.lowers],
             "written": len(self._state.layers),
             "binds": self._prepared.binds,
-            "bytes": max(1 << 16, limits.disk_bytes - self._inherited[0]),
-            "inodes": max(16, limits.inodes - self._inherited[1]),
+            "bytes": max(limits.disk_bytes // _ROOM, limits.disk_bytes - self._inherited[0]),
+            "inodes": max(limits.inodes // _ROOM, limits.inodes - self._inherited[1]),
         }
 
     def _launch(self) -> dict[str, Any]:
@@ -209,7 +211,8 @@ class ShellMachine:
     def _freeze_files(self) -> None:
         assert self._store is not None
         path = f"{keeper.STORES}/{self._name}/l{self._machines.number()}"
-        told = self._machines.link.ask({"do": "freeze", "machine": self._name, "layer": path})
+        room = self._machines.limits.inodes // _ROOM
+        told = self._machines.link.ask({"do": "freeze", "machine": self._name, "layer": path, "room": room})
         self._touched = False
         if told["changed"]:
             layer = Layer(path, self._store, max(0, told["bytes"] - self._holds))
@@ -309,5 +312,5 @@ def _script(command: str, state: bytes, mark: str, workdir: str, shell: str, lim
             'builtin exit "$__c"\n',
         ]
     ).encode(errors="surrogateescape")
-    before = f"exec {_NEVER}<&- {_NEVER + 1}>&-"
+    before = f"exec <&{_INPUT} {_INPUT}<&- {_NEVER}<&- {_NEVER + 1}>&-"
     return b"%d\n%s" % (len(outer), outer) + _shell_state.script(command, state, mark=mark, fd=_MARK, before=before)

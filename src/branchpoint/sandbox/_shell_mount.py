@@ -17,8 +17,8 @@ NEWNS, NEWUSER, NEWNET = 0x00020000, 0x10000000, 0x40000000
 LOWERS = 500  # more layers than these the kernel refuses
 
 _C = ctypes.CDLL(None, use_errno=True)
-_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _SETATTR = 428, 429, 430, 431, 432, 442
-_FLAG, _STRING, _CREATE = 0, 1, 6
+_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _FSPICK, _SETATTR = 428, 429, 430, 431, 432, 433, 442
+_FLAG, _STRING, _CREATE, _RECONFIGURE = 0, 1, 6, 7
 _HERE = -100
 _EMPTY_PATH, _RECURSIVE = 0x1000, 0x8000
 _CLONE, _CLOEXEC = 1, os.O_CLOEXEC
@@ -166,6 +166,25 @@ def attach(mount: int, place: str | int) -> None:
     os.close(mount)
 
 
+def resize(path: str, inodes: int) -> None:
+    """Lets a file system in memory hold so many files. Raises OSError where it holds more."""
+    fs = _did(_C.syscall(_FSPICK, _HERE, os.fsencode(path), 1), f"changing {path}")
+    try:
+        _did(_C.syscall(_FSCONFIG, fs, _STRING, b"nr_inodes", str(inodes).encode(), 0), f"{path} nr_inodes", fs)
+        _did(_C.syscall(_FSCONFIG, fs, _RECONFIGURE, None, None, 0), f"changing {path}", fs)
+    finally:
+        os.close(fs)
+
+
 def detach(path: str) -> None:
     """Takes a mount away; what still uses it keeps it."""
     _did(_C.umount2(os.fsencode(path), _DETACH), f"unmounting {path}")
+
+
+def keeps_attributes(place: str) -> bool:
+    """Whether a file system keeps the extended attributes that an overlay needs; memory does since Linux 6.6."""
+    try:
+        os.setxattr(place, "user.overlay.probe", b"y")
+    except OSError:
+        return False
+    return True
