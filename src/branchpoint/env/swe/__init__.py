@@ -54,6 +54,7 @@ def tasks(
     max_steps: int = 30,
     command_seconds: float = 60.0,
     observation: int = 4000,
+    base: str = "host",
 ) -> tuple[Task, ...]:
     """``n`` tasks of a split (all when None) in an order keyed by ``seed``; the first m of n are the tasks of ``n=m``.
 
@@ -67,12 +68,15 @@ def tasks(
         max_steps: the step limit.
         command_seconds: the time limit of a command of the agent.
         observation: characters of an observation at most; the middle of a longer one is left out.
+        base: what machines start from (:class:`~branchpoint.sandbox.machine.Image`); for containers an image with bash,
+            coreutils, find, grep and the libraries of this computer's Python, which is mounted into it.
 
     Raises ValueError naming the argument that cannot be met.
     """
     dials: dict[str, Any] = {
         "source": source, "style": style, "tests": tests or ("visible" if style == "compact" else "hidden"),
         "choices": choices, "max_steps": max_steps, "command_seconds": command_seconds, "observation": observation,
+        "base": base,
     }  # fmt: skip
     if problem := Dials("", **dials).problem():
         raise ValueError(problem)

@@ -21,6 +21,7 @@ class Dials(NamedTuple):
     max_steps: int = 30
     command_seconds: float = 60.0
     observation: int = 4000
+    base: str = "host"
 
     @classmethod
     def of(cls, task: Task) -> Dials:

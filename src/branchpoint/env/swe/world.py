@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import shlex
+from dataclasses import replace
 from typing import NamedTuple
 
 from branchpoint.env.swe import actions, grade, place, sources
@@ -38,7 +39,8 @@ class Repair:
         self._dials = Dials.of(task)
         source = sources.find(self._dials.source)
         self._instance = sources.instance(self._dials.source, self._dials.instance)
-        self._recipe, self.image = source.recipe(self._instance), source.image(self._instance)
+        self._recipe = source.recipe(self._instance)
+        self.image = replace(source.image(self._instance), base=self._dials.base)
         compact = self._dials.style == "compact"
         self._menu = Menu.of(self._instance, self.image.trees[ROOT], self._dials.choices) if compact else None
         self._progress = Progress()
