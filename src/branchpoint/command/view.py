@@ -47,7 +47,9 @@ def estimator(kind: str) -> object:
     try:
         return TypeAdapter(Estimator).validate_python({"kind": kind})
     except ValidationError:
-        raise StoreError(f"no estimator {kind!r}; try tree, rloo, grpo, dr_grpo, reinforce, bpo or none") from None
+        raise StoreError(
+            f"no estimator {kind!r}; try tree, rloo, grpo, dr_grpo, reinforce, bpo, vineppo, gigpo, tree_grpo or none"
+        ) from None
 
 
 def view(place: Path, number: int | None, credit_of: object, console: Console) -> int:
@@ -61,7 +63,7 @@ def draw(tree: RolloutTree, estimator: object, console: Console) -> None:
     """Print a tree. ``estimator``: anything with ``credit(segments)``, or None to leave the credit out."""
     segments = Segments.of(tree)
     # A critic's values are not in the tree, so neither is the credit that they gave.
-    known = estimator is not None and not estimator.critic  # type: ignore[attr-defined]
+    known = estimator is not None and not getattr(estimator, "critic", False)
     credit = estimator.credit(segments) if known else None  # type: ignore[attr-defined]
     failed = [b for b in tree.branches if b.failure is not None]
     head = f"{tree.task.id}   {len(tree.scored)} rollouts"
