@@ -17,7 +17,21 @@ NUMPY_ONLY = [
     "noise", "world", "tree", "ledger", "session", "watch", "growing", "credit", "baselines", "advantage", "plan",
     "lagged", "planned", "scheduler", "rollout",
 ]  # fmt: skip
-ORDER = [*NUMPY_ONLY, "store", "pack", "loss", "critic", "meter", "kernel", "learner", "config", "register", "plot", "train", "cli"]
+ORDER = [
+    *NUMPY_ONLY,
+    "store",
+    "pack",
+    "loss",
+    "critic",
+    "meter",
+    "kernel",
+    "learner",
+    "config",
+    "register",
+    "plot",
+    "train",
+    "cli",
+]
 OPTIONAL = {
     "peft", "gguf", "matplotlib", "alfworld", "textworld", "jericho", "fast_downward", "outlines_core", "llguidance",
     "tokenizers",
