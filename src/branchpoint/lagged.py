@@ -83,8 +83,8 @@ class Evidence(_Sums):
 
     def profile(self) -> Profile:
         """The profile that plans are made from. Raises PlanError where there is nothing to make it from."""
-        length = self.length  # raises first
-        del length
+        if not self.trees > 0:
+            raise PlanError("no earlier tree to learn from")
         scale = 1.0 / self.trees
         variance = np.maximum(-np.diff(self.remaining()), 0.0)
         return Profile(

@@ -171,7 +171,7 @@ GRADIENTS = {
 def test_the_words_say_where_and_what() -> None:
     made = RESULT | planned(RESULT, 8.0)
     assert "last quarter (2%, 2%, 2%, 94%)" in where(made)
-    assert made["best"]["at"] != ()
+    assert len(made["best"]["at"]) > 0
     assert min(made["menu"], key=lambda p: p["gain"])["gain"] == made["best"]["gain"]
     assert any(not p["at"] and p["gain"] == pytest.approx(1.0) for p in made["menu"])
     text = variance_text(made) + plan_text(made)
@@ -184,8 +184,8 @@ def test_the_words_say_where_and_what() -> None:
         "25% (10% to 50%)",
     ):
         assert words in text
-    none = RESULT | {"profile": None}
-    none |= planned(none, 8.0)
+    none: dict[str, Any] = RESULT | {"profile": None}
+    none = none | planned(none, 8.0)
     assert "keep the flat group" in plan_text(none)
     assert "roots: 8" in none["config"][0]
 

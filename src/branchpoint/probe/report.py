@@ -17,7 +17,7 @@ td:first-child,th:first-child{text-align:left}
 pre{background:#f3f5f7;padding:.8rem;overflow-x:auto;white-space:pre-wrap}svg{max-width:100%;height:auto}
 tr.best{font-weight:600;background:#eaf4ec}text{font:13px system-ui,sans-serif;fill:#1b1f24}figcaption{color:#57606a}
 """
-WIDTH, LINE = 720, 26
+WIDTH, LINE = 880, 26
 BLUE, GREY, GREEN = "#2f6fb3", "#9aa4ae", "#3a8f56"
 
 
@@ -103,7 +103,7 @@ Row = tuple[str, float, float | None, float | None, str]
 def _bars(name: str, rows: Iterable[Row], caption: str, mark: str | None = None) -> str:
     """Horizontal bars with labels, values in words, and whiskers where there is an interval."""
     rows = list(rows)
-    label, room = 300, WIDTH - 300 - 190
+    label, room = 340, WIDTH - 340 - 250
     largest = max([max(v, high or 0.0) for _, v, _, high, _ in rows] or [1.0]) or 1.0
     marks = []
     for i, (what, value, low, high, told) in enumerate(rows):
@@ -121,9 +121,7 @@ def _bars(name: str, rows: Iterable[Row], caption: str, mark: str | None = None)
             )
         marks.append(f"<text x='{label + max(length, end) + 6:.1f}' y='{y + 14}'>{escape(told)}</text>")
     height = len(rows) * LINE + 8
-    picture = (
-        f"<svg role='img' aria-label='{escape(caption)}' viewBox='0 0 {WIDTH + 160} {height}'>{''.join(marks)}</svg>"
-    )
+    picture = f"<svg role='img' aria-label='{escape(caption)}' viewBox='0 0 {WIDTH} {height}'>{''.join(marks)}</svg>"
     return f"<figure id='{name}'>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
 
 

@@ -111,7 +111,8 @@ def variance_text(result: Mapping[str, Any]) -> str:
     if result["flips"] is not None:
         left, right = result["flips"]
         verdict = "would help" if left < right else "would not help"
-        lines.append(f"one-sided flips: {left:.3g} against {right:.3g}, so pairing {verdict}")
+        if left or right:
+            lines.append(f"one-sided flips: {left:.3g} against {right:.3g}, so pairing {verdict}")
     if result["pairing"] is not None:
         verdict = "lowers" if result["pairing"] < 0 else "raises" if result["pairing"] > 0 else "does not change"
         lines.append(f"the world's luck: pairing {verdict} the gradient's variance (by {abs(result['pairing']):.3g})")
