@@ -110,7 +110,7 @@ def variance_text(result: Mapping[str, Any]) -> str:
             )
     if result["flips"] is not None:
         left, right = result["flips"]
-        verdict = "would help" if left < right else "would not help"
+        verdict = "would help" if left < right else "would hurt" if left > right else "makes no difference"
         if left or right:
             lines.append(f"one-sided flips: {left:.3g} against {right:.3g}, so pairing {verdict}")
     if result["pairing"] is not None:
@@ -168,4 +168,4 @@ def _number(value: Mapping[str, Any] | None) -> str:
 def _ranged(share: Mapping[str, Any]) -> str:
     if share["low"] is None:
         return f"{share['value']:.0%}"
-    return f"{share['value']:.0%} ({share['low']:.0%} to {share['high']:.0%})"
+    return f"{share['value']:.0%} ({share['low']:.0%} to {min(share['high'], 1.0):.0%})"
