@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     view.add_argument("--tree", type=int, help="number of the tree in the file (default: a telling one)")
     view.add_argument("--estimator", default="tree", help="whose credit to show: tree, rloo, grpo, bpo, ... or none")
 
-    probes.arguments(commands.add_parser("probe", help="measure the gradient's variance, or a sandbox's fidelity"))
+    probes.arguments(commands.add_parser("probe", help="measure variances, where to fork, a sandbox's fidelity"))
 
     compare.arguments(commands.add_parser("compare", help="a registered comparison: freeze, run, report"))
 
