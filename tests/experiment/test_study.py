@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -192,6 +193,27 @@ def test_a_half_written_run_says_what_is_missing(tiny: Path) -> None:
     finish(job, 0.5)
     (job.folder.path / "checkpoints" / "000001" / "trainer.json").unlink()
     assert job.missing() == "without its last checkpoint"
+
+
+def test_a_checkpoint_that_cannot_be_measured_is_noted_once(tiny: Path) -> None:
+    study = spec.parse(spec.read(tiny) | {"variance": {"arms": ["tree"], "seed": 0}}, "tiny")
+    for job in [*run.starts(study).values(), *run.runs(study, {key: {} for key in study.pairs()})]:
+        finish(job, 0.5)
+        write_text(run.final_file(job), "{}")
+    for start in run.starts(study).values():
+        write_text(start.folder.path / "checkpoints" / "000001" / "trainer.json", "{}")
+    asked: list[list[str]] = []
+
+    def execute(todo: Sequence[list[str]], strict: bool) -> list[int]:
+        asked.extend(todo)
+        assert not (strict and todo)
+        return [1] * len(todo)
+
+    run.run(study, execute, lambda text: None)
+    assert [a[:5] for a in asked] == [["probe", "gradient", "runs/tiny/desk/tree/seed-0", "--checkpoint", "1"]]
+    assert run.refused(run.probed(study)[0][2]).exists()
+    run.run(study, execute, lambda text: None)
+    assert len(asked) == 1, "it is not asked again"
 
 
 def test_folders_of_settings_are_distinct() -> None:

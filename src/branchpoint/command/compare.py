@@ -7,10 +7,12 @@ import ctypes
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,10 +54,11 @@ def _run(study: Frozen, jobs: int, console: Console, main: Callable[[list[str]],
     def say(text: str) -> None:
         console.print(text, highlight=False)
 
+    def execute(todo: Sequence[list[str]], strict: bool) -> list[int]:
+        return _here(todo, strict, main) if jobs == 1 else _apart(todo, strict, jobs, say)
+
     with RunFolder(study.study.folder).locked():  # one process runs a study at a time
-        run.run(
-            study.study, (lambda todo: _here(todo, main)) if jobs == 1 else lambda todo: _apart(todo, jobs, say), say
-        )
+        run.run(study.study, execute, say)
 
 
 def _report(study: Frozen, console: Console) -> None:
@@ -70,63 +73,79 @@ def _report(study: Frozen, console: Console) -> None:
     console.print(f"{place / 'results.json'}, {place / 'index.html'}", highlight=False)
 
 
-def _here(todo: Sequence[list[str]], main: Callable[[list[str]], int]) -> None:
+def _here(todo: Sequence[list[str]], strict: bool, main: Callable[[list[str]], int]) -> list[int]:
     """One after the other, in this process."""
+    statuses = []
+    for arguments in todo:
+        statuses.append(main(arguments))
+        if statuses[-1] == 130:
+            raise KeyboardInterrupt
+        if strict and statuses[-1]:
+            raise _failure(arguments, "see the line above")
+    return statuses
+
+
+def _failure(arguments: Sequence[str], told: str) -> Exception:
     from branchpoint.experiment.spec import StudyError
 
-    for arguments in todo:
-        status = main(arguments)
-        if status == 130:
-            raise KeyboardInterrupt
-        if status:
-            raise StudyError(f"branchpoint {' '.join(arguments)}: failed, see the line above")
+    return StudyError(f"branchpoint {' '.join(arguments)}: failed, {told}")
 
 
-def _apart(todo: Sequence[list[str]], jobs: int, say: Callable[[str], None]) -> None:
+def _apart(todo: Sequence[list[str]], strict: bool, jobs: int, say: Callable[[str], None]) -> list[int]:
     """At most ``jobs`` at a time, each in a process of its own that ends when this one does."""
     from branchpoint.experiment.run import command
-    from branchpoint.experiment.spec import StudyError
 
-    waiting, running = list(todo), dict[subprocess.Popen[bytes], list[str]]()
-    start = time.monotonic()
+    waiting, running = list(range(len(todo))), dict[subprocess.Popen[bytes], tuple[int, IO[bytes]]]()
+    start, statuses = time.monotonic(), [0] * len(todo)
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                arguments = waiting.pop(0)
+                number = waiting.pop(0)
+                errors = tempfile.TemporaryFile()  # noqa: SIM115 - read and closed when the process has ended
                 process = subprocess.Popen(
-                    command(arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=_with_parent
-                )
-                running[process] = arguments
+                    command(todo[number]), stdout=subprocess.DEVNULL, stderr=errors,
+                    preexec_fn=partial(_with_parent, os.getpid()),
+                )  # fmt: skip
+                running[process] = number, errors
             time.sleep(0.05)
             for process in [p for p in running if p.poll() is not None]:
-                arguments = running.pop(process)
-                _, told = process.communicate()
+                number, errors = running.pop(process)
+                arguments, statuses[number], last = todo[number], process.returncode, _last_line(errors)
                 if process.returncode:
-                    last = told.decode(errors="replace").strip().splitlines()[-1:] or [f"status {process.returncode}"]
-                    raise StudyError(f"branchpoint {' '.join(arguments)}: {last[0]}")
+                    if strict:
+                        raise _failure(arguments, last or f"status {process.returncode}")
+                    say(f"  {last}")
                 left = len(waiting) + len(running)
-                say(f"  {(time.monotonic() - start) / 60:6.1f} min  {left:4d} left  {arguments[0]} {arguments[1]}")
+                say(f"  {(time.monotonic() - start) / 60:6.1f} min  {left:4d} left  {' '.join(arguments[:3])}")
     finally:
         for process in running:
             process.terminate()  # like Ctrl-C: the run stops where its checkpoint stands
         for process in running:
             _ended(process)
+    return statuses
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    with errors:
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _ended(process: subprocess.Popen[bytes]) -> None:
     try:
-        process.communicate(timeout=30)
+        process.wait(timeout=30)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
+        process.wait(timeout=30)
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 
-def _with_parent() -> None:
+def _with_parent(parent: int) -> None:
     """In the child: be killed when the parent is, or a killed study would go on unseen."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # it died before the call
+    if os.getppid() != parent:  # it died before the call
         os._exit(1)

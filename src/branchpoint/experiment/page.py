@@ -37,8 +37,13 @@ def page(found: Results) -> str:
     ]
     for environment in found["environments"]:
         parts += [f"<h2>{escape(environment)}</h2>", _summaries(found, environment), curves(found, environment)]
-        if any(v["environment"] == environment for v in found["variance"]):
+        measured = [v for v in found["variance"] if v["environment"] == environment]
+        if measured:
             parts.append(variances(found, environment))
+            unknown = sum(v["ratio"] is None for v in measured)
+            parts.append(
+                f'<p class="note">{unknown} of {len(measured)} checkpoints gave no ratio.</p>' if unknown else ""
+            )
     parts += ["<h2>Steps to the threshold</h2>", thresholds(found), "<h2>Chosen on validation</h2>", _tuned(found)]
     parts += ["<h2>Ledger</h2>", _ledger(found)]
     head = f'<meta charset="utf-8"><title>{escape(found["name"])}</title><style>{_STYLE}</style>'

@@ -149,11 +149,14 @@ def _paired(
 
 
 def _variance(study: Study) -> list[dict[str, Any]]:
-    """The gradient's variance at equal cost, over that of the flat design, at each measured checkpoint."""
+    """The gradient's variance at equal cost, over that of the flat design, at each checkpoint. ``ratio``: None where
+    there is none, since a variance was not positive or no rollout had a signal (the probe refused)."""
     out = []
     for job, update, file in runs.probed(study):
         try:
-            ratio = json.loads(file.read_text(encoding="utf-8"))["ratios"][0]["at_equal_cost"]
+            ratio = None
+            if not runs.refused(file).exists():
+                ratio = json.loads(file.read_text(encoding="utf-8"))["ratios"][0]["at_equal_cost"]
         except (OSError, ValueError, KeyError, IndexError) as e:
             raise StoreError(f"{file}: no complete measurement; finish it with: branchpoint compare run") from e
         spent = next(r.get("spent", 0) for r in job.folder.rows("metrics.jsonl") if r["update"] == update)

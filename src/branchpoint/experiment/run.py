@@ -24,10 +24,11 @@ from branchpoint import config as configs
 from branchpoint.config import RunConfig
 from branchpoint.experiment.spec import Study, StudyError, Values
 from branchpoint.experiment.stats import Curve, area
-from branchpoint.store import RunFolder, StoreError, write_text
+from branchpoint.store import RunFolder, StoreError, write_json, write_text
 
-Execute = Callable[[Sequence[list[str]]], None]
-"""Runs ``branchpoint`` with each list of arguments, in any order; raises when one of them fails."""
+Execute = Callable[[Sequence[list[str]], bool], Sequence[int]]
+"""Runs ``branchpoint`` with each list of arguments, in any order; the exit statuses, in the order of the lists. With
+True it raises StudyError instead when one of them fails."""
 Say = Callable[[str], None]
 
 
@@ -157,16 +158,39 @@ def run(study: Study, execute: Execute, say: Say) -> None:
     for title, jobs in _stages(study):
         left = [j for j in jobs if not j.done]
         say(f"{title}: {len(jobs) - len(left)} of {len(jobs)} done")
-        execute([j.arguments() for j in left])
+        execute([j.arguments() for j in left], True)
         for job in left:
             if not job.done:
                 raise StoreError(f"{job.folder.path}: {job.missing()} after its run")
     last = [j for j in runs(study, {k: v for k, (v, _) in chosen(study).items()}) if not final_file(j).exists()]
     say(f"final test: {len(last)} left")
-    execute([_final(study, j) for j in last])
-    probes = [a for j, update, file in probed(study) if not file.exists() for a in [_probe(study, j, update)]]
-    say(f"variance of the gradient: {len(probes)} checkpoints left")
-    execute(probes)
+    execute([_final(study, j) for j in last], True)
+    _measure(study, execute, say)
+
+
+def _measure(study: Study, execute: Execute, say: Say) -> None:
+    """The gradient's variance. Where no rollout scores the probe refuses: that is noted and does not stop the study."""
+    left = [(job, update) for job, update, file in probed(study) if not file.exists() and not refused(file).exists()]
+    if left:
+        say(f"variance of the gradient: {len(left)} checkpoints left")
+    while left:
+        together = list({str(job.folder.path): (job, update) for job, update in reversed(left)}.values())
+        statuses = execute([_probe(study, *p) for p in together], False)  # one of each run: a probe locks its folder
+        for (job, update), status in zip(together, statuses, strict=True):
+            if status not in (0, 1):
+                raise StoreError(f"{_measured(job, update)}: the probe was ended (status {status}); run it again")
+            if status:
+                write_json(refused(_measured(job, update)), {"status": status})
+        left = [p for p in left if p not in together]
+
+
+def refused(file: Path) -> Path:
+    """The note that a checkpoint could not be measured."""
+    return file.with_suffix(".refused.json")
+
+
+def _measured(job: Job, update: int) -> Path:
+    return job.folder.path / "probe" / f"gradient-{update:06d}.json"
 
 
 def probed(study: Study) -> list[tuple[Job, int, Path]]:
@@ -175,7 +199,7 @@ def probed(study: Study) -> list[tuple[Job, int, Path]]:
         return []
     jobs = runs(study, {k: v for k, (v, _) in chosen(study).items()})
     return [
-        (job, update, job.folder.path / "probe" / f"gradient-{update:06d}.json")
+        (job, update, _measured(job, update))
         for job in jobs
         if job.seed == study.variance.seed and job.arm in study.variance.arms
         for update in _evaluated(job)
