@@ -26,7 +26,7 @@ FAMILIES: dict[str, Lucky] = {
 }
 SHARING: dict[str, Any] = {"indep": "independent", "sib": "siblings", "all": "paired"}
 CASES = [(family, key) for family, numbers in ORACLES["E"].items() for key in numbers]
-FAST = [c for c in CASES if "K=(4,)" not in c[1] and "(1, 3)" not in c[1]]
+FAST = [c for c in CASES if c[1].startswith("flat") or (c[0] in ("E1", "E6") and c[1].startswith("t=(3,) K=(2,)"))]
 
 
 def design(key: str) -> tuple[Design, Any]:
@@ -50,7 +50,7 @@ def _split(key: str, gamma: float) -> tuple[Design, float, Any]:
     return made, gamma, sharing
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["E1", "E5", "E6"])
 def test_sharing_luck_leaves_the_mean_gradient_as_it_is(family: str) -> None:
     lucky = FAMILIES[family]
     for made in (Design((), (), True), Design((2,), (2,), True)):
@@ -66,7 +66,7 @@ def test_flat_groups_paired_or_not(name: str) -> None:
     if "table" in case:
         lucky = bandit(case["table"], case["pw"], case["pi"])
     else:
-        q = float(re.findall(r"q([\d.]+)", name)[0])
+        q = float(re.findall(r"\|q([\d.]+)", name)[0])
         lucky = bandit([[0.0] * len(case["r"]), case["r"]], [q, 1 - q], case["pi"])
     assert group_trace(lucky, size, DrGrpo(), paired=False) == pytest.approx(case["indep"], abs=1e-12)
     assert group_trace(lucky, size, DrGrpo(), paired=True) == pytest.approx(case["paired"], abs=1e-12)
