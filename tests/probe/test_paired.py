@@ -64,7 +64,7 @@ def test_flat_groups_paired_or_not(name: str) -> None:
     """Eq. 5 (one-sided flips) and any table of luck and actions, with the group mean as baseline."""
     case, size = ORACLES["D"][name], int(re.findall(r"G(\d)", name)[0])
     if "table" in case:
-        lucky = bandit(case["table"], case["pw"], case["pi"])
+        lucky = bandit(list(zip(*case["table"], strict=True)), case["pw"], case["pi"])  # rows are actions
     else:
         q = float(re.findall(r"\|q([\d.]+)", name)[0])
         lucky = bandit([[0.0] * len(case["r"]), case["r"]], [q, 1 - q], case["pi"])
