@@ -22,7 +22,7 @@ from branchpoint.noise import Noise
 from branchpoint.sandbox.container import Container
 
 sys.path.append(str(Path(__file__).parents[1] / "sandbox"))
-import container_kit
+import container_kit  # pyright: ignore[reportMissingImports]
 
 pytestmark = pytest.mark.slow
 BUG = patch.diff("calc/__init__.py", kit.CODE, kit.BROKEN)

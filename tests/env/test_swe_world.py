@@ -251,8 +251,9 @@ def test_tasks_are_deterministic_and_bad_dials_are_named() -> None:
         ({"n": 5}, "n is 5"),
         ({"source": "nowhere"}, "source is 'nowhere'"),
     ):
+        settings: dict[str, Any] = {"source": "tiny", **dials}
         with pytest.raises(ValueError, match=why):
-            swe.tasks("train", **({"source": "tiny"} | dials))
+            swe.tasks("train", **settings)
     with pytest.raises(ValueError, match="split is 'test'"):
         swe.tasks("test", source="tiny")
 
