@@ -31,7 +31,6 @@ _AFTER_TORCH = """
     sys.path[:0] = {path!r}
     import anyio, torch
     import sandbox_worlds as worlds
-import shell_kit
     from branchpoint.noise import Noise
     from branchpoint.sandbox.forkserver import ForkServer
     from branchpoint.world import Task
