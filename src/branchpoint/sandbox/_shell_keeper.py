@@ -71,6 +71,7 @@ class Keeper:
         self.stores = 0
         self.networks: list[int] = []  # that no machine has yet
         self.network_of: dict[str, int] = {}  # by machine
+        self.counts: dict[str, tuple[int, int]] = {}  # by machine: how often limits were hit so far
         self.groups = cgroup.groups(cgroup.Bounds(**settings["bounds"]))
         self._enter()
 
@@ -175,6 +176,7 @@ class Keeper:
     def do_drop(self, order: dict[str, Any], reply: socket.socket, fds: Sequence[int]) -> None:
         """Removes a machine's store, or its control group alone while its layers are in use."""
         self.groups.remove(order["machine"])
+        self.counts.pop(order["machine"], None)
         if (network := self.network_of.pop(order["machine"], None)) is not None:
             os.close(network)
         if order["store"]:
@@ -277,7 +279,8 @@ class Keeper:
     def _root(self, place: str, lowers: Sequence[str], binds: Sequence[tuple[str, str]]) -> list[str]:
         """Mounts a machine's root in this child's namespace. Returns what could not be mounted in it."""
         trees = [(mount.read_only(source), inside) for inside, source in binds]
-        shutil.rmtree(f"{place}/w", ignore_errors=True)  # the kernel refuses one that was volatile
+        if os.path.lexists(f"{place}/w"):
+            _clear(place)
         with self._room(place):
             os.mkdir(f"{place}/w", 0o700)
             mount.attach(mount.overlay(lowers, f"{place}/u", f"{place}/w"), _ROOT)
@@ -298,7 +301,7 @@ class Keeper:
         if machine not in self.network_of and self.networks:
             self.network_of[machine] = self.networks.pop()
         info, told = os.pipe()
-        counts = self.groups.counts(machine)
+        counts = self.counts.get(machine, (0, 0))
         pid = os.fork()
         if pid == 0:
             try:
@@ -376,7 +379,7 @@ class Keeper:
         del self.calls[pid]
         if call.reply.fileno() in self.watched:
             self._forget(call.reply.fileno())
-        oom, full = self.groups.counts(call.machine)
+        self.counts[call.machine] = oom, full = self.groups.counts(call.machine)
         told = os.statvfs(f"{STORES}/{call.machine}")
         self._say(
             call.reply,
@@ -387,6 +390,12 @@ class Keeper:
             disk=self.memory and not (told.f_bavail and told.f_favail),
         )
         call.reply.close()
+        _clear(f"{STORES}/{call.machine}")  # now, while nobody waits for it
+
+
+def _clear(place: str) -> None:
+    """Removes the work folder of an overlay, since the kernel refuses one that was volatile."""
+    shutil.rmtree(f"{place}/w", ignore_errors=True)
 
 
 _BWRAP = (

@@ -93,7 +93,7 @@ class ShellMachines:
         storage: Literal["memory", "disk"] = "memory",
         left: Literal["kill", "refuse"] = "kill",
         host: Sequence[str] = HOST,
-        layers: int = 48,
+        layers: int = 24,
         bwrap: str | None = None,
     ) -> None:
         if storage not in ("memory", "disk"):
