@@ -227,7 +227,7 @@ def test_a_command_can_reach_nothing_else(start: Callable[[], ContainerMachine],
         "mknod /dev/sda b 8 0 && cat /dev/sda",
         "echo 1 >/proc/sys/vm/swappiness",
         "echo x >/proc/sysrq-trigger",
-        "chmod 777 /proc/1/root/.. && ls /proc/1/root/../work",
+        "chmod 777 /proc/1/root/.. && ls /proc/1/root/../srv",
         "exec 3<>/dev/tcp/1.1.1.1/53",
     ):
         assert machine.run(attack).code != 0, attack

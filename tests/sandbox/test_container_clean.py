@@ -38,7 +38,7 @@ def left(eye: Engine, session: str) -> tuple[int, int]:
 
 def test_images_live_as_long_as_something_needs_them(container_engine: str, container_root: Path, eye: Engine) -> None:
     machines = ContainerMachines(container_engine)
-    image = Image(str(container_root), workdir="/work")
+    image = Image(str(container_root), workdir="/job")
     try:
         machine = machines.start(image)
         machine.run("echo 1 >a")
@@ -117,7 +117,7 @@ from pathlib import Path
 from branchpoint.sandbox.container import ContainerMachines
 from branchpoint.sandbox.machine import Image
 machines = ContainerMachines(sys.argv[1])
-machine = machines.start(Image(sys.argv[2], workdir="/work"))
+machine = machines.start(Image(sys.argv[2], workdir="/job"))
 machine.run("echo 1 >a")
 frozen = machine.freeze()
 branch = frozen.thaw()
@@ -203,7 +203,7 @@ class Notebook:
     root = ""
 
     def __init__(self, task: Task) -> None:
-        self.image = Image(task.metadata["base"], workdir="/work")
+        self.image = Image(task.metadata["base"], workdir="/job")
         self.count = 0
         self.machine: Machine | None = None
 

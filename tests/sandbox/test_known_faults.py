@@ -106,7 +106,7 @@ OVERDUE = (
 
 
 def test_19_descendants_end_with_a_command_whose_time_is_over(shells: Any) -> None:
-    machines = [shell_kit.one(shells, workdir="/work") for _ in OVERDUE]
+    machines = [shell_kit.one(shells, workdir="/job") for _ in OVERDUE]
     first = []
     for command, machine in zip(OVERDUE, machines, strict=True):
         begun = time.monotonic()
@@ -120,7 +120,7 @@ def test_19_descendants_end_with_a_command_whose_time_is_over(shells: Any) -> No
         trees = []
         for each in (frozen, machine.freeze()):
             branch = each.thaw()
-            trees.append(_tree(branch, "/work"))
+            trees.append(_tree(branch, "/job"))
             branch.close()
         assert trees[0] == trees[1], command
         machine.close()
@@ -130,14 +130,14 @@ def test_20_snapshots_neither_resurrect_nor_keep_files(shells: Any, tmp_path: An
     (tmp_path / "d/sub").mkdir(parents=True)
     for name in ("d/old", "d/sub/foo", "a.txt"):
         (tmp_path / name).write_text(name)
-    machine = shell_kit.one(shells, trees={"/work": tmp_path}, workdir="/work")
+    machine = shell_kit.one(shells, trees={"/job": tmp_path}, workdir="/job")
     machine.run("rm -r d; mkdir -p d/sub; touch d/new")  # (a)
     first = machine.freeze()
-    tree = _tree(machine, "/work")
+    tree = _tree(machine, "/job")
     for _ in range(2):
         branch = first.thaw()
         assert branch.run("find d | sort").output == "d\nd/new\nd/sub\n"
-        assert _tree(branch, "/work") == tree
+        assert _tree(branch, "/job") == tree
         branch.run("echo mine >own; rm a.txt")
         branch.close()
     machine.run("touch x")  # (b)
@@ -149,10 +149,10 @@ def test_20_snapshots_neither_resurrect_nor_keep_files(shells: Any, tmp_path: An
         third.run("readlink a.txt; ls -A . d").output == "d/new\n.:\n.wh..wh..opq\na.txt\nd\n\nd:\n.wh.new\nnew\nsub\n"
     )
     third.run("ln d/new hard; mkdir empty; chmod 2750 empty; touch -d @1000000000 d/new")  # (f)
-    tree = _tree(third, "/work")
+    tree = _tree(third, "/job")
     for n in range(40):  # (e)
         third = third.freeze().thaw()
-        assert _tree(third, "/work") == tree, f"depth {n}"
+        assert _tree(third, "/job") == tree, f"depth {n}"
 
 
 async def _trajectory(env: ForkEnv) -> list[str]:

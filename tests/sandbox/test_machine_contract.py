@@ -42,22 +42,22 @@ def test_machines_in_namespaces_keep_it() -> None:
 
 def test_containers_keep_what_their_engine_makes_hard(containers: ContainerMachines, container_base: str) -> None:
     """Folders that became files, names that the engine takes for patterns, links that lead nowhere."""
-    machine = containers.start(Image(container_base, workdir="/work"))
+    machine = containers.start(Image(container_base, workdir="/job"))
     machine.run("mkdir -p gone/x '[a]'; echo 1 >'a*'; echo 2 >ab; echo 3 >'[a]/b\\c'; ln -s /none/there dangling")
     frozen = machine.freeze()
     branch = frozen.thaw()
     branch.run("rm -r gone; echo file >gone")
     after = branch.freeze()
     third = after.thaw()
-    assert third.read("/work/gone") == b"file\n"
-    assert (third.read("/work/a*"), third.read("/work/[a]/b\\c")) == (b"1\n", b"3\n")
-    for path in ("/work/a?", "/work/*", "/work/[a]b"):
+    assert third.read("/job/gone") == b"file\n"
+    assert (third.read("/job/a*"), third.read("/job/[a]/b\\c")) == (b"1\n", b"3\n")
+    for path in ("/job/a?", "/job/*", "/job/[a]b"):
         with pytest.raises(FileNotFoundError):
             third.read(path)
-    third.write("/work/[a]/new*/f", b"made")
-    third.write("/work/dangling", b"led")
+    third.write("/job/[a]/new*/f", b"made")
+    third.write("/job/dangling", b"led")
     assert third.run("cat '[a]/new*/f' /none/there; [[ -L dangling ]] && echo link").output == "madeledlink\n"
-    assert set(third.changes("/work/[a]/new*")) == {"/work/[a]/new*", "/work/[a]/new*/f"}
+    assert set(third.changes("/job/[a]/new*")) == {"/job/[a]/new*", "/job/[a]/new*/f"}
     for each in (machine, branch, third):
         each.close()
     for each in (after, frozen):

@@ -443,7 +443,7 @@ def test_files_of_proc_and_sys(machine: Any) -> None:
     held(python(machine, kit.opens(kit.WRITE_ONLY)))
     for path in ("kernel/core_pattern", "vm/drop_caches", "kernel/panic", "kernel/modprobe", "fs/file-max"):
         assert machine.run(f"true >>/proc/sys/{path}").code != 0, path  # opened, not written to
-    for command in ("chmod 644 /proc/sys/kernel/core_pattern", "ls /proc/1/root/../work/.", "mount -t proc proc /tmp",
+    for command in ("chmod 644 /proc/sys/kernel/core_pattern", "ls /proc/1/root/../srv/.", "mount -t proc proc /tmp",
                     "true >>/proc/sysrq-trigger", "echo -1000 >/proc/1/oom_score_adj"):  # fmt: skip
         assert machine.run(command).code != 0, command
 
