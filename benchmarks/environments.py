@@ -34,6 +34,7 @@ from branchpoint.sandbox.forkserver import ForkServer
 from branchpoint.sandbox.inprocess import InProcess
 from branchpoint.sandbox.replay import Replay
 from branchpoint.world import Sandbox, Step, Task, World, settle
+from clock import Clock
 from report import report
 
 
@@ -65,21 +66,6 @@ CASES = {
     "webshop": Case("webshop", depth=2, others=("val", "test")),
 }
 TASKS = 3
-
-
-class Clock:
-    """Adds up processor and wall time of the calls it makes."""
-
-    def __init__(self) -> None:
-        self.calls, self.processor, self.wall = 0, 0.0, 0.0
-
-    def time(self, call: Callable[[], Step]) -> Step:
-        processor, wall = time.process_time(), time.perf_counter()
-        result = call()
-        self.processor += time.process_time() - processor
-        self.wall += time.perf_counter() - wall
-        self.calls += 1
-        return result
 
 
 def actor(task: Task, listed: bool, luck: random.Random) -> Callable[[Step], str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,25 +23,8 @@ from branchpoint.env.webshop import search
 from branchpoint.noise import Noise
 from branchpoint.sandbox.forkserver import ForkServer
 from branchpoint.world import Step, Task
+from clock import Clock
 from report import report
-
-
-class Clock:
-    """Adds up processor and wall time of the calls it makes."""
-
-    def __init__(self) -> None:
-        self.calls, self.processor, self.wall = 0, 0.0, 0.0
-
-    def time(self, call: Callable[[], Any]) -> Any:
-        processor, wall = time.process_time(), time.perf_counter()
-        result = call()
-        self.processor += time.process_time() - processor
-        self.wall += time.perf_counter() - wall
-        self.calls += 1
-        return result
-
-    def rates(self) -> dict[str, float]:
-        return {"calls": self.calls, "by_processor": self.calls / self.processor, "by_wall": self.calls / self.wall}
 
 
 def steps(tasks: tuple[Task, ...], walk: bool) -> dict[str, float]:

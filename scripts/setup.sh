@@ -24,42 +24,26 @@ if ((${#missing[@]})); then
     fi
 fi
 
-# The tests of containers run on Podman, with runc since crun refuses control groups of two versions side by side.
-missing=()
-command -v podman >/dev/null || missing+=(podman)
-command -v runc >/dev/null || missing+=(runc)
-if ((${#missing[@]})); then
+# optional WHY PACKAGE:PROGRAM...: installs system packages where it may, and says what their absence means where not.
+optional() {
+    local why=$1 missing=() pair
+    shift
+    for pair in "$@"; do
+        command -v "${pair#*:}" >/dev/null || missing+=("${pair%:*}")
+    done
+    ((${#missing[@]})) || return 0
     if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] &&
-        echo "setup: installing system packages (apt-get install ${missing[*]}): the tests of containers run on them" &&
+        echo "setup: installing system packages (apt-get install ${missing[*]}): for the tests of $why" &&
         apt-get update -qq &&
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null; then
-        :
-    else
-        echo "setup: no ${missing[*]}; the tests of containers will be skipped (sudo apt-get install ${missing[*]})"
+        return 0
     fi
-fi
-
-if ! command -v bwrap >/dev/null; then
-    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] &&
-        echo "setup: installing system packages (apt-get install bubblewrap): the shell sandbox runs commands in it" &&
-        apt-get update -qq &&
-        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends bubblewrap >/dev/null; then
-        :
-    else
-        echo "setup: no bubblewrap; the tests of the shell sandbox will be skipped (sudo apt-get install bubblewrap)"
-    fi
-fi
-
-if ! command -v chromium >/dev/null; then
-    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] &&
-        echo "setup: installing system packages (apt-get install chromium): the probe's page is tested in it" &&
-        apt-get update -qq &&
-        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; then
-        :
-    else
-        echo "setup: no chromium; the test of the probe's page in a browser will be skipped (sudo apt-get install chromium)"
-    fi
-fi
+    echo "setup: no ${missing[*]}; the tests of $why will be skipped (sudo apt-get install ${missing[*]})"
+}
+# runc, since crun refuses control groups of two versions side by side.
+optional "containers" podman:podman runc:runc
+optional "the shell sandbox, which runs commands in it" bubblewrap:bwrap
+optional "the probe's page in a browser" chromium:chromium
 
 if [ ! -x "$VENV/bin/python" ]; then
     echo "setup: creating $VENV"

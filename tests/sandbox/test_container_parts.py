@@ -13,6 +13,7 @@ import pytest
 from branchpoint.sandbox import _container_files as files
 from branchpoint.sandbox._container_link import Bounded, Tail
 from branchpoint.sandbox.container import Limits, _enforced
+from branchpoint.sandbox.machine import absolute
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 7, 64, 1000])
@@ -123,12 +124,12 @@ def test_changes_agree_with_brute_force(root: str, under: str) -> None:
 
 
 def test_paths_of_a_machine() -> None:
-    assert files.absolute("a/../b", "/work") == "/work/b"
-    assert files.absolute("/x/", "/work") == "/x"
-    assert files.absolute("../../..", "/work") == "/"
+    assert absolute("a/../b", "/job") == "/job/b"
+    assert absolute("/x/", "/job") == "/x"
+    assert absolute("../../..", "/job") == "/"
     for bad in ("", "a\0b"):
         with pytest.raises(ValueError, match="not a path"):
-            files.absolute(bad, "/")
+            absolute(bad, "/")
 
 
 def test_what_an_engine_cannot_enforce_is_named() -> None:

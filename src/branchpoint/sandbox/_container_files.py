@@ -28,13 +28,6 @@ WHITEOUT = ".wh."
 _LINKS = 40
 
 
-def absolute(path: str, workdir: str) -> str:
-    """A path of a machine, from its root, ``..`` resolved by name. Raises ValueError for one that no file can have."""
-    if "\0" in path or not path:
-        raise ValueError(f"not a path: {path!r}")
-    return posixpath.normpath(posixpath.join("/", workdir, path))
-
-
 def follow(engine: Engine, container: str, path: str) -> tuple[str, Stat]:
     """Where a path leads inside the container, and what is there. Raises NotThere."""
     place, found = _reach(engine, container, path)

@@ -16,7 +16,7 @@ from branchpoint.sandbox import _container_link as link
 from branchpoint.sandbox import _shell_state
 from branchpoint.sandbox._container_engine import PAUSE, TRIES, EngineError, NotThere
 from branchpoint.sandbox._container_layers import Layer
-from branchpoint.sandbox.machine import Change, Image, Ran
+from branchpoint.sandbox.machine import Change, Image, Ran, absolute
 from branchpoint.world import SandboxFailure, SnapshotUnsupported, UserError
 
 if TYPE_CHECKING:
@@ -146,19 +146,19 @@ class ContainerMachine:
         """The content of a regular file, see :class:`~branchpoint.sandbox.machine.Machine`."""
         with self._lock:
             self._open()
-            return files.read(self._engine, self.container, files.absolute(path, self.image.workdir), limit)
+            return files.read(self._engine, self.container, absolute(path, self.image.workdir), limit)
 
     def write(self, path: str, data: bytes) -> None:
         """Writes a file, see :class:`~branchpoint.sandbox.machine.Machine`."""
         with self._lock:
             self._open()
             self._touched = True
-            place = files.absolute(path, self.image.workdir)
+            place = absolute(path, self.image.workdir)
             files.write(self._engine, self.container, place, data, self._machines.owner_ids)
 
     def changes(self, under: str) -> Mapping[str, Change]:
         """What differs from the image below a folder, see :class:`~branchpoint.sandbox.machine.Machine`."""
-        under = files.absolute(under, self.image.workdir)
+        under = absolute(under, self.image.workdir)
         if files.pattern(under):
             around = self.changes(posixpath.dirname(under))
             return {p: c for p, c in around.items() if p == under or p.startswith(f"{under}/")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import posixpath
 import re
 import secrets
 import shlex
@@ -17,7 +16,7 @@ from branchpoint.sandbox import _shell_link as link
 from branchpoint.sandbox import _shell_state
 from branchpoint.sandbox._shell_files import HEAD
 from branchpoint.sandbox._shell_image import Prepared
-from branchpoint.sandbox.machine import Change, Ran
+from branchpoint.sandbox.machine import Change, Ran, absolute
 from branchpoint.world import SandboxFailure, SnapshotUnsupported
 
 if TYPE_CHECKING:
@@ -163,18 +162,20 @@ class ShellMachine:
     def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
         """The content of a regular file, see :class:`~branchpoint.sandbox.machine.Machine`."""
         with self._lock:
-            order = {"op": "read", "path": self._path(path), "limit": limit}
+            order = {"op": "read", "path": absolute(path, self.image.workdir), "limit": limit}
             return self._machines.link.work(self._order() | order)[1]
 
     def write(self, path: str, data: bytes) -> None:
         """Writes a file, see :class:`~branchpoint.sandbox.machine.Machine`."""
         with self._lock:
-            self._machines.link.work(self._order() | {"op": "write", "path": self._path(path)}, data or b"")
+            self._machines.link.work(
+                self._order() | {"op": "write", "path": absolute(path, self.image.workdir)}, data or b""
+            )
 
     def changes(self, under: str) -> Mapping[str, Change]:
         """What differs from the image below a folder, see :class:`~branchpoint.sandbox.machine.Machine`."""
         with self._lock:
-            order = {"op": "changes", "path": self._path(under), "binds": []}
+            order = {"op": "changes", "path": absolute(under, self.image.workdir), "binds": []}
             told = self._machines.link.work(self._order() | order)[1]
         at = HEAD.unpack_from(told)[0]
         found: dict[str, Change] = {}
@@ -184,11 +185,6 @@ class ShellMachine:
                 found[path] = Change(kind, told[start : start + size] if kind == "file" else None, mode)
             start += size
         return dict(sorted(found.items()))
-
-    def _path(self, path: str) -> str:
-        if "\0" in path or not path:
-            raise ValueError(f"not a path: {path!r}")
-        return posixpath.normpath(posixpath.join("/", self.image.workdir, path))
 
     def freeze(self) -> ShellFrozen:
         """The files and the shell as of now. No layer is made where no file has changed.

@@ -9,6 +9,7 @@ Docker-compatible engine). :func:`branchpoint.testing.check_machine` checks one.
 from __future__ import annotations
 
 import asyncio
+import posixpath
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -65,6 +66,13 @@ class Change:
     kind: str  # "file", "deleted", "directory", "symlink", "other"
     data: bytes | None = None
     mode: int = 0
+
+
+def absolute(path: str, workdir: str) -> str:
+    """A path of a machine, from its root, ``..`` resolved by name. Raises ValueError for one that no file can have."""
+    if "\0" in path or not path:
+        raise ValueError(f"not a path: {path!r}")
+    return posixpath.normpath(posixpath.join("/", workdir, path))
 
 
 class Machine(Protocol):
