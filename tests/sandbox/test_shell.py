@@ -189,6 +189,23 @@ def test_depth_300_keeps_every_file_on_few_layers(box: ShellMachines) -> None:
     machine.close()
 
 
+def test_merged_layers_hide_what_lies_below_them(box: ShellMachines, tmp_path: Path) -> None:
+    for name in ("again/old", "gone/old", "file/old", "kept/old"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("old")
+    machine = kit.one(box, trees={"/repo": tmp_path}, workdir="/repo")
+    machine.run("rm -r again gone file; mkdir again; touch again/new file kept/new; ln again/new again/hard")
+    look = "find . | LC_ALL=C sort; stat -c %h again/hard"
+    before = machine.run(look).output
+    for n in range(box.layers + 1):
+        machine.write("/tmp/n", b"%d" % n)
+        machine.freeze()
+    assert len(machine._state.layers) < box.layers
+    assert machine.run(look).output == before
+    assert "again/old" not in before
+    assert "kept/old" in before
+
+
 def test_layers_are_gone_when_nothing_needs_them(box: ShellMachines) -> None:
     def stores() -> int:
         place = Path(f"/proc/{box.link.process.pid}/root{box.folder}/k")
